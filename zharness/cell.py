@@ -14,7 +14,7 @@ TF32 = "tf32"
 _ID = re.compile(
     r"(?P<law>\w+\.\w+)\[(?P<engine>[^\[\]{}]+?)(?:\{(?P<engine_variant>[^\[\]{}]+)\})?"
     r"-zero(?P<stage>\d+)-w(?P<world_size>\d+)(?:\.(?P<mesh>[a-z_]+\d+(?:\.[a-z_]+\d+)*))?-(?P<dtype>[a-z]+\d+)"
-    r"-(?P<model>\w+|[A-Za-z_][\w.]*:[A-Za-z_]\w*(?:\([\w.=,]+\))?)(?:-(?P<variant>\w+))?\]"
+    r"-(?P<model>\w+|[A-Za-z_][\w.]*:[A-Za-z_]\w*(?:\([\w.=,]+\))?)(?:-(?P<variant>\w*\([\w :,]+\)|\w+))?\]"
 )
 
 
@@ -24,7 +24,8 @@ class Cell:
 
     ``engine`` is the name of a registered engine or ``package.module:factory``, followed by ``==RELEASE`` if a certain
     release was requested. ``model`` is the name of one of zharness's models or ``package.module:factory``, followed by
-    ``(key=value)`` if arguments make the model smaller. ``variant`` is the name of the law variant, or empty.
+    ``(key=value)`` if arguments make the model smaller. ``variant`` is the name of the law variant, or empty, and
+    ``(v f b s)`` behind it gives the program to a law that draws one.
     ``engine_variant`` is the name of a set of engine options, which must not change any number that the engine
     computes, or the name of a configuration file; it may be empty. ``mesh`` has the axes of parallelism beside data
     parallelism.

@@ -135,4 +135,10 @@ class Mesh:
         return ", ".join(f"{axis} {at[axis]}" for axis in at if shape.get(axis, 1) > 1 or axis in self.axes)
 
 
+def find_chunk(span: range, parts: int, position: int) -> range:
+    """Return the part at ``position`` of a dimension that is split as by torch.chunk: the last ones are shorter."""
+    chunk = -(-len(span) // parts)
+    return span[position * chunk : (position + 1) * chunk]
+
+
 DEFAULT_MESH = Mesh()

@@ -7,9 +7,12 @@ import re
 import shlex
 from functools import cache
 
+import click
 import pytest
 
 from suites.warm import programs
+from zharness.cli import cli
+from zharness.cli.options import OnceCommand
 
 # Run in one process, because importing torch takes longer than any of these mistakes.
 SEVERAL = """
@@ -85,6 +88,7 @@ WRONG: dict[str, tuple[str, ...]] = {
     "check --timeout 0": ("0.0 is not in the range",),
     # combinations
     "check torch_func --model transformer": ("nothing to run", "zharness list"),
+    "check --engine fsdp2 --mesh tp2 --depth 2": ("got the mesh tp2 and depth 2; a covering array", "use depth 1"),
     "check --variant tiny_buckets --depth 2": ("depth 2", "leave out the variant"),
     "repro": ("no reproduction was named", "`zharness repro 7352`"),
     "shrink": ("missing argument", "zharness shrink --help"),
@@ -99,6 +103,15 @@ WRONG: dict[str, tuple[str, ...]] = {
     "check training.grads --changed main": ("--changed and --reach need each other",),
     f"model {TINY} --mesh tp2": ("reference does not claim the axis tp", "dp_replicate"),
     f"model {TINY} --only backward": ("nothing to run", "none of the laws (backward) applies"),
+    # a repeated option
+    "check mesh --mesh tp2 --mesh=pp2": ("got --mesh 2 times; expected it once", "once for each value"),
+    "check --stage 1 --stage 2": ("got --stage 2 times", "write --stage 0,1,2,3 with all its values"),
+    "check --world-size 2 --world-size 2,4": ("got --world-size 2 times", "write --world-size 1,2,4 with"),
+    "check --seed 1 --seed 2 --seed 3": ("got --seed 3 times", "leave out all but one"),
+    "check -x --maxfail 2": ("got -x and --maxfail; expected one of them",),
+    "mutants --model mlp --model deep": ("got --model 2 times", "write --model NAME,... with"),
+    f"model {TINY} --dtype fp32 --dtype bf16": ("got --dtype 2 times", "once for each value"),
+    "report README.md --contracts --combinations": ("got --contracts and --combinations",),
     # what a user means by a name
     "check reference": ("got 'reference' as a law", "give --engine reference"),
     "check my_engine:MyEngine": ("got 'my_engine:MyEngine' as a law", "give --engine my_engine:MyEngine"),
@@ -189,3 +202,16 @@ def test_a_wrong_usage_gets_one_clear_sentence_and_exit_code_2(line: str) -> Non
     sentence = PROGRESS.sub("", errors).strip()
     assert len(sentence.splitlines()) <= MAX_LINES.get(line, 1), sentence
     assert len(sentence) < 700, sentence
+
+
+def test_every_command_with_an_option_of_one_value_refuses_it_twice() -> None:
+    for name, command in cli.commands.items():
+        single = [each for each in command.params if isinstance(each, click.Option) and not each.multiple]
+        assert isinstance(command, OnceCommand) or all(each.is_flag for each in single), name
+
+
+def test_lists_and_flags_may_be_repeated() -> None:
+    context = click.Context(cli.commands["check"])
+    cli.commands["check"].parse_args(context, ["--engine", "ddp", "--engine", "fsdp2", "-x", "-x", "--probe-withheld"])
+    assert context.params["engines"] == ("ddp", "fsdp2")
+    assert context.params["max_failures"] == 1

@@ -24,6 +24,10 @@ from zharness.export.shrink import (
     law_programs,
     shrink_failure,
 )
+from zharness.law_kit.given_programs import ProgramCell, ProgramForm, split_variant
+from zharness.law_kit.program_law import VERB_PROGRAMS
+from zharness.laws import get_law
+from zharness.laws.pipeline_cuts import CALL_PROGRAMS
 from zharness.run.program_runner import ProgramOutcome, format_program_command
 from zharness.run.record import Verdict
 from zharness.workload.program_text import parse_program
@@ -101,6 +105,7 @@ def test_a_failure_is_the_same_on_a_mesh_with_other_coordinates() -> None:
     text = "step 0, reduction: norm (seen on rank 0) expected 2, got 4 (1 of 1 elements wrong); rank 0 is "
     first = extract_failure_signature(Verdict.FAIL, f"{text}dp_replicate 0, tp 0")
     assert first.can_match(extract_failure_signature(Verdict.FAIL, f"{text}dp_shard 0, tp 0"))
+    assert first == extract_failure_signature(Verdict.FAIL, f"{text}dp_shard 1, tp 1; rank 1 is dp_shard 0, tp 1")
     assert first.detail == ""
 
 
@@ -172,6 +177,83 @@ def test_the_program_of_a_law_of_any_order_is_cut_down_before_any_is_drawn() -> 
     assert plain == configured, "its caller asks for nothing but an optimizer"
     assert all(parse_program(f"{layers} | f b s") for layers in PROGRAM_LAYERS.values())
     assert not [*law_programs(Cell.parse("training.grads[ddp-zero0-w2-fp32-mlp]"), 0, claims)]
+
+
+def program_cell(variant: str, engine: str, model: str) -> ProgramCell:
+    claims = engines.capabilities(engine, 2 if engine == "fsdp2" else 0)
+    assert claims is not None
+    return ProgramCell(model, variant, 0, "fp32", claims)
+
+
+def test_a_cell_may_name_the_program_of_a_law_that_draws_one() -> None:
+    text = "mesh.any_order[fsdp2-zero2-w2.tp2-fp32-stepped_heads-steps(v f:few b:unseen s)]"
+    cell = Cell.parse(text)
+    assert cell.id == text
+    assert split_variant(cell.variant) == ("steps", "v f:few b:unseen s")
+    assert get_law(cell.law).get_variant(cell.variant).name == cell.variant
+    assert split_variant("steps") == ("steps", "")
+    with pytest.raises(UsageError, match="unknown variant"):
+        get_law("training.grads").get_variant("steps(f b)")
+
+
+@pytest.mark.parametrize(
+    ("place", "words", "legal"),
+    [
+        (program_cell("steps", "torch_tp", "stepped_heads"), "f b load v b s", "f b v s"),
+        (program_cell("windows", "deepspeed", "stepped_heads"), "f b s f b s save", "f b s f b s save"),
+        (program_cell("windows", "fsdp2", "stepped_heads"), "f b s f b s save", ""),  # it counts no micro-batches
+        (program_cell("single", "torch_pp", "chain"), "step train:1 train:1 save step load save", "train:1 step save"),
+        (program_cell("gpipe", "torch_pp", "chain"), "train:9 unseen:3 unseen:4 look step", "unseen:4 look step"),
+        (program_cell("accumulated_singles", "torch_pp", "chain"), "train:1 train:1 step", "train:1 train:1 step"),
+    ],
+)
+def test_a_given_program_keeps_the_calls_that_are_legal(place: ProgramCell, words: str, legal: str) -> None:
+    form = CALL_PROGRAMS if place.model == "chain" else VERB_PROGRAMS
+    assert form.make_legal(place, words) == legal
+    form.require_legal(f"{place.variant}({legal})", place)
+    if words != legal:
+        with pytest.raises(UsageError, match="which is not legal in this cell"):
+            form.require_legal(f"{place.variant}({words})", place)
+
+
+@pytest.mark.parametrize("form", [VERB_PROGRAMS, CALL_PROGRAMS])
+def test_every_smaller_program_of_a_mesh_is_legal_and_smaller(form: ProgramForm) -> None:
+    is_verbs = form is VERB_PROGRAMS
+    place = program_cell(*(("steps", "fsdp2", "stepped_heads") if is_verbs else ("gpipe", "torch_pp", "chain")))
+    words = form.draw(place)
+    smaller = [*form.iter_smaller(place, words)]
+    assert smaller[0].count(" ") < words.count(" ") / 1.5
+    assert all(form.make_legal(place, each) == each != words for each in smaller)
+    assert len(smaller) == len({*smaller})
+    same_calls = [each for each in smaller if each.count(" ") == words.count(" ")]
+    assert same_calls, "no call became simpler"
+
+
+def test_calls_of_another_kind_are_refused_in_a_sentence() -> None:
+    with pytest.raises(UsageError, match="expected calls like train:4 or step"):
+        CALL_PROGRAMS.make_legal(program_cell("single", "torch_pp", "chain"), "f b s")
+
+
+@pytest.mark.parametrize(
+    ("text", "smallest"),
+    [
+        (
+            "mesh.any_order_clipped[zharness.mutants:clips_tighter_after_no_sync_on_the_second_tensor_rank-zero2-w2.tp2-"
+            "fp32-stepped_sequence-(f b s n e f b s v)]",
+            "stepped_sequence-(n f b s)",
+        ),
+        (
+            "pipeline.any_order[zharness.mutants:drops_the_first_of_three_batches-zero0-w2.pp2-fp32-chain-"
+            "accumulated_singles(train:1 step train:1 look train:1 train:1 step)]",
+            "chain-accumulated_singles(train:1 step train:1 train:1 train:1)",
+        ),
+    ],
+)
+def test_a_program_on_a_mesh_shrinks_to_the_calls_that_show_the_mistake(text: str, smallest: str) -> None:
+    run = programs.run("-m", "zharness", "shrink", text, "--no-verify", "--seconds", "300", spares=1)
+    assert run.returncode == 0, run.stderr
+    assert f"-{smallest}] (" in run.stderr
+    assert f'{smallest}]"' in run.stdout, "the script does not run the smallest program"
 
 
 def test_what_a_law_of_any_order_has_said_before_is_no_part_of_its_likeness() -> None:

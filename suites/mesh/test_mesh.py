@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import Tensor
 
 from zharness.cell import Cell
 from zharness.engines import Capabilities
+from zharness.engines.protocol import Piece
 from zharness.engines.registry import capabilities
 from zharness.errors import UsageError
+from zharness.law_kit.judge_context import JudgeContext
 from zharness.mesh import DEFAULT_MESH, Mesh
+from zharness.parity import Part, compare_bitwise
+from zharness.parity.baseline import Baseline
+from zharness.parity.snapshot import RankEvidence
 from zharness.run.expected_failures import ExpectedFailure
+from zharness.run.observe_and_judge import add_coordinates
 from zharness.run.plan import Request, plan
 from zharness.run.record import Record, Verdict
 from zharness.run.runner import rank_pool
 from zharness.run.unmatched_failures import iter_covered_cells
 from zharness.run.verdicts import make_failure_record
+from zharness.workload import model_spec
 from zharness.world import GroupOutcome, RankEnd, RankOutcome
 
 
@@ -171,3 +180,26 @@ def test_a_check_of_every_law_on_a_mesh_has_three_laws_in_low_precision(request_
     in_low_precision = {cell.law for cell in cells if cell.dtype != "fp32"}
     expected = {"training.trajectory", "training.sgd_step", "training.any_order"}
     assert in_low_precision == (expected if len(dtypes) > 1 else set())
+
+
+@pytest.mark.parametrize(
+    ("name", "expected", "owner", "words"),
+    [
+        ("first.weight", torch.zeros(4, 2), 3, "rank 3 is dp_shard 1, tp 1; rank 0 is dp_shard 0, tp 0"),
+        ("first.weight/exp_avg", torch.zeros(4, 2), 3, "rank 3 is dp_shard 1, tp 1; rank 0 is dp_shard 0, tp 0"),
+        ("first.weight/step", torch.zeros(()), None, "rank 0 is dp_shard 0, tp 0"),
+        ("first.bias/exp_avg", torch.zeros(4), None, "rank 0 is dp_shard 0, tp 0"),
+    ],
+)
+def test_a_mismatch_names_where_the_owner_of_the_wrong_element_is(
+    name: str, expected: Tensor, owner: int | None, words: str
+) -> None:
+    layout = {"first.weight": (Piece(1, 0, 5), Piece(3, 5, 8))}
+    mesh = Mesh.parse("tp2")
+    ctx = JudgeContext(Baseline(model_spec("exact"), 0, 2), (RankEvidence((), layout),) * 4, torch.float32, mesh=mesh)
+    actual = expected.clone()
+    actual.view(-1)[-1] = 1.0
+    found = compare_bitwise(ctx.location(name, Part.OPTIMIZER), expected, actual).mismatch
+    assert found is not None
+    assert found.owner == owner
+    assert add_coordinates(found, ctx).hint == words

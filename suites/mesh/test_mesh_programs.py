@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import fnmatch
+from functools import partial
 
 import pytest
 import torch
 
 from zharness.engines import optimizers
 from zharness.errors import RoundedScenarioError
+from zharness.law_kit import program_exact
+from zharness.law_kit.clipped_step import bound_clipped_parts, compute_first_absolute_grads
 from zharness.law_kit.integer_steps import MOVED_BY_SIGNS, SIGN_STEPS
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.program_exact import holds_sums
-from zharness.law_kit.program_templates import TEMPLATES_BY_MODEL, ProgramTemplate
+from zharness.law_kit.program_exact import ExactProgramJudge, holds_sums
+from zharness.law_kit.program_templates import CLIPPED_TEMPLATES, TEMPLATES_BY_MODEL, ProgramTemplate
+from zharness.mesh import Mesh
 from zharness.parity.baseline import Baseline, convert_to_float64
 from zharness.parity.certificate import SIGNIFICAND_BITS, bound_partial_sums
 from zharness.workload import model_spec
 from zharness.workload.exact_routed import ExpertLayer
-from zharness.workload.programs import Act
+from zharness.workload.programs import Act, Verb
 
 # On four ranks cp2 leaves two micro-batches in a step, tp2 too, and rep2 and ep four.
 CASES = (
@@ -100,3 +104,28 @@ def test_a_missing_certificate_of_the_initial_weights_is_an_error() -> None:
     assert not holds_sums(ctx, too_large, steps=1)
     with pytest.raises(RoundedScenarioError):
         holds_sums(ctx, too_large, steps=0)
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh", "is_bounded"), [("sequence", "tp2", True), ("sequence", "", False), ("heads", "tp2", False)]
+)
+def test_only_gradients_that_tp_may_clip_as_sums_of_parts_have_room_for_it(
+    model: str, mesh: str, is_bounded: bool
+) -> None:
+    ctx = JudgeContext(Baseline(model_spec(model), 0, 2), (), torch.float32, mesh=Mesh.parse(mesh))
+    room = bound_clipped_parts(ctx, partial(compute_first_absolute_grads, ctx))
+    assert room.keys() == (set(ctx.baseline.parameter_names) if is_bounded else set())
+    grads = ctx.compute_expected_grads([ctx.compute_local_grads(step=0)], 1.0, {})
+    for name, error in room.items():
+        assert bool((error >= 2.0**-24 * grads[name].value.abs()).all())
+        assert float(error.max()) < 1e-3 * float(grads[name].value.abs().max()), "a norm wrong by 1/1000 would pass"
+
+
+def test_the_sums_of_a_micro_batch_are_bounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ctx = JudgeContext(Baseline(model_spec("stepped_sequence"), 0, 2), (), torch.float32, mesh=Mesh.parse("tp2"))
+    judge = ExactProgramJudge(ctx, CLIPPED_TEMPLATES[""].make_program_of_verbs((Verb(Act.FORWARD),)))
+    calls = []
+    monkeypatch.setattr(program_exact, "bound_partial_sums", lambda *_: calls.append(1) or 8.0)
+    bounds = [judge.bound_sums(Verb(Act.FORWARD), micro, ctx.baseline.objective) for micro in (0, 0, 1)]
+    assert bounds == [8.0] * 3
+    assert len(calls) == 2 * ctx.data_size

@@ -29,6 +29,7 @@ from zharness.cli.options import (
     IntegerRange,
     NameChoice,
     NumberRange,
+    OnceCommand,
     add_law_option,
     parse_integer_option,
     parse_name_option,
@@ -69,7 +70,7 @@ def cli(context: click.Context) -> None:
     set_defaults(context, cli)
 
 
-@cli.command()
+@cli.command(cls=OnceCommand)
 @click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option(
     "--contracts",
@@ -105,7 +106,7 @@ def report(
     return run_report(files, against, table or "", Outputs(None, html, junitxml))
 
 
-@cli.command(name="list")
+@cli.command(name="list", cls=OnceCommand)
 @click.argument(
     "what",
     type=NameChoice(["engines", "laws", "checks", "models", "mutants", "repros"]),
@@ -160,7 +161,7 @@ for command in (
     cli.add_command(command)
 
 
-@cli.command()
+@cli.command(cls=OnceCommand)
 @click.argument("patterns", nargs=-1, metavar="[PATTERN]...")
 @add_law_option(cell_ids=False)
 @click.option(
@@ -216,7 +217,7 @@ def mutants(
     )
 
 
-@cli.command()
+@cli.command(cls=OnceCommand)
 @click.argument("texts", nargs=-1, metavar="['MODEL | VERBS']...")
 @click.option(
     "--engine", default="reference", show_default=True, help="Engine: NAME, NAME==RELEASE or package.module:factory."

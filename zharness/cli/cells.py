@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from zharness.cli.options import OUTPUT, SECONDS, NameChoice
+from zharness.cli.options import OUTPUT, SECONDS, NameChoice, OnceCommand
 from zharness.errors import UsageError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def choose_form(standalone: bool) -> ScriptForm:
     return ScriptForm.STANDALONE if standalone else ScriptForm.IMPORTED
 
 
-@click.command()
+@click.command(cls=OnceCommand)
 @click.argument("cell_id", required=False, metavar="CELL_ID")
 @click.option("--seed", default=0, show_default=True, help="The value of --seed with which `zharness check` was run.")
 @click.option("-o", "--output", type=OUTPUT, help="Write the script to FILE; by default, print it to standard output.")
@@ -102,7 +102,7 @@ def export(
     )
 
 
-@click.command()
+@click.command(cls=OnceCommand)
 @click.argument("cell_id", metavar="CELL_ID")
 @click.option("--seed", default=0, show_default=True, help="The value of --seed with which `zharness check` was run.")
 @click.option(

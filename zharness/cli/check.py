@@ -15,6 +15,7 @@ from zharness.cli.options import (
     SECONDS,
     IntegerRange,
     NameChoice,
+    OnceCommand,
     parse_integer_option,
     parse_name_option,
     requested_device,
@@ -29,7 +30,7 @@ SECONDS_OF_A_CHANGE = 120.0  # what a pull request can wait for
 AXES_OF_A_CELL = ("engines", "stages", "world_sizes", "mesh", "dtypes", "models", "engine_variant")
 
 
-@click.command()
+@click.command(cls=OnceCommand)
 @click.argument("patterns", nargs=-1, metavar="[PATTERN]...")
 @click.option(
     "--engine", "engines", multiple=True, help="Engine: NAME, NAME==RELEASE or package.module:factory; may be repeated."

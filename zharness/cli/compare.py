@@ -10,14 +10,14 @@ import click
 
 from zharness.cli.cell_options import CellOptions, add_cell_options, make_measure
 from zharness.cli.check import SECONDS_OF_A_CHANGE
-from zharness.cli.options import INPUT_FILE, OUTPUT, SECONDS, add_law_option, require_commit_with_reach
+from zharness.cli.options import INPUT_FILE, OUTPUT, SECONDS, OnceCommand, add_law_option, require_commit_with_reach
 
 if TYPE_CHECKING:
     from zharness.run import Request
     from zharness.run.check_loop import RunResult
 
 
-@click.command()
+@click.command(cls=OnceCommand)
 @click.argument("base")
 @click.argument("change")
 @add_law_option(cell_ids=True)

@@ -7,13 +7,13 @@ from pathlib import Path
 import click
 
 from zharness.cli.cells import make_script_runner
-from zharness.cli.options import OUTPUT, SECONDS, IntegerRange, parse_integer_option, parse_name_option
+from zharness.cli.options import OUTPUT, SECONDS, IntegerRange, OnceCommand, parse_integer_option, parse_name_option
 from zharness.errors import UsageError
 
 FOLDER = click.Path(file_okay=False, path_type=Path)
 
 
-@click.command()
+@click.command(cls=OnceCommand)
 @click.argument("engine")
 @click.option("--minutes", type=float, help="Time after which no further program is drawn; default 10.")
 @click.option(

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import click
 
-from zharness.cli.options import INPUT_FILE
+from zharness.cli.options import INPUT_FILE, OnceCommand
 
 
-@click.command()
+@click.command(cls=OnceCommand)
 @click.argument("files", nargs=-1, required=True, metavar="RECORDS...", type=INPUT_FILE)
 def init(files: tuple[Path, ...]) -> int:
     """Write zharness.toml into the current folder, from records of `zharness check --engine ENGINE --jsonl RECORDS`.

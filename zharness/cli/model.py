@@ -6,13 +6,13 @@ from pathlib import Path
 
 import click
 
-from zharness.cli.options import LAW_SET_HELP, OUTPUT, SECONDS, IntegerRange, parse_integer_option
+from zharness.cli.options import LAW_SET_HELP, OUTPUT, SECONDS, IntegerRange, OnceCommand, parse_integer_option
 from zharness.cli.project_options import read_project_failures
 from zharness.law_set import list_later_changes
 from zharness.project_file import ProjectFile
 
 
-@click.command()
+@click.command(cls=OnceCommand)
 @click.argument("factories", metavar="PACKAGE.MODULE:FACTORY...", nargs=-1, required=True)
 @click.option(
     "--config",

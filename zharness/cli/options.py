@@ -21,6 +21,46 @@ LAW_SET_HELP = (
 )
 
 
+class OnceCommand(click.Command):
+    """A command that refuses an option given twice, where click would silently drop all values but the last."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse ``args`` into ``ctx``. Raises click.UsageError for a repeated option that is not a list."""
+        given = list(args)  # click consumes args
+        rest = super().parse_args(ctx, args)
+        _, _, order = self.make_parser(ctx).parse_args(args=given)
+        for parameters in group_options_by_name(order).values():
+            if len(parameters) > 1:
+                raise click.UsageError(describe_repetition(parameters), ctx)
+        return rest
+
+
+def group_options_by_name(order: list[click.Parameter]) -> dict[str, list[click.Option]]:
+    """Group the occurrences of options that keep one value only, without repetitions of a flag, by their names.
+
+    Options such as -x and --maxfail set one parameter, and a flag sets the same value each time.
+    """
+    grouped = dict[str, list[click.Option]]()
+    for option in order:
+        if isinstance(option, click.Option) and not option.multiple:
+            occurrences = grouped.setdefault(option.name or "", [])
+            if not (option.is_flag and option in occurrences):
+                occurrences.append(option)
+    return grouped
+
+
+def describe_repetition(options: list[click.Option]) -> str:
+    """Describe options of which one value alone would count, and what to write instead."""
+    first = options[0]
+    if len(set(options)) > 1:
+        names = " and ".join(dict.fromkeys(option.opts[0] for option in options))
+        return f"got {names}; expected one of them; leave out the others"
+    got = f"got {first.opts[0]} {len(options)} times; expected it once"
+    if first.callback in (parse_integer_option, parse_name_option):
+        return f"{got}; write {first.opts[0]} {first.metavar} with all its values"
+    return f"{got}; leave out all but one, or run the command once for each value"
+
+
 class NameChoice(click.Choice):  # type: ignore[type-arg]  # generic since click 8.2
     """A choice between names whose error says which name is close to the given one."""
 

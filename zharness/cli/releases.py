@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from zharness.cli.cell_options import CellOptions, add_cell_options, reject_cell_options
-from zharness.cli.options import INPUT_FILE, OUTPUT, SECONDS, IntegerRange, add_law_option
+from zharness.cli.options import INPUT_FILE, OUTPUT, SECONDS, IntegerRange, OnceCommand, add_law_option
 from zharness.errors import UsageError
 
 if TYPE_CHECKING:
     from zharness.run.record import RecordFile
 
 
-@click.command()
+@click.command(cls=OnceCommand)
 @click.argument("ids", nargs=-1, metavar="[ID]...")
 @click.option(
     "--all", "every", is_flag=True, help="Run all reproductions, or all reproductions of the engines that --on names."
@@ -101,7 +101,7 @@ def _open_record_file(path: Path) -> AbstractContextManager[RecordFile]:
     return open_record_file(path)
 
 
-@click.command(name="releases")
+@click.command(name="releases", cls=OnceCommand)
 @click.argument("engine", required=False)
 @click.argument("versions", nargs=-1, metavar="[RELEASE|@CHECKOUT]...")
 @add_law_option(cell_ids=True)
@@ -172,7 +172,7 @@ def releases(
         )
 
 
-@click.command()
+@click.command(cls=OnceCommand)
 @click.argument("engine")
 @click.argument("check", metavar="LAW")
 @click.option("--good", required=True, metavar="RELEASE", help="A release on which the law holds.")

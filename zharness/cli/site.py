@@ -6,12 +6,12 @@ from pathlib import Path
 
 import click
 
-from zharness.cli.options import INPUT_FILE
+from zharness.cli.options import INPUT_FILE, OnceCommand
 from zharness.cli.project_options import read_project_failures
 from zharness.project_file import find_project_file
 
 
-@click.command()
+@click.command(cls=OnceCommand)
 @click.argument("records", nargs=-1, required=True, type=INPUT_FILE, metavar="RECORDS...")
 @click.option(
     "-o",

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from zharness.comm import Comm, join
 from zharness.errors import EngineContractError
+from zharness.mesh import find_chunk
 from zharness.reference.buckets import DEFAULT_BUCKET_SIZE
 from zharness.reference.inspection.coalesced_collectives import coalesce_keys
 from zharness.reference.layout import all_gather_rows, pad_flat
@@ -101,9 +102,8 @@ def list_blocks(shape: tuple[int, ...], splits: tuple[Split, ...]) -> dict[tuple
     for coordinates in product(*(range(split.ranks) for split in by_axis)):
         spans = [range(size) for size in shape]
         for split in splits:
-            span, position = spans[split.dimension], coordinates[by_axis.index(split)]
-            chunk = -(-len(span) // split.ranks)  # the last chunks of torch.chunk are shorter, or empty
-            spans[split.dimension] = span[position * chunk : (position + 1) * chunk]
+            position = coordinates[by_axis.index(split)]
+            spans[split.dimension] = find_chunk(spans[split.dimension], split.ranks, position)
         blocks[coordinates] = tuple(slice(span.start, span.stop) for span in spans)
     return blocks
 

@@ -5,20 +5,22 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from zharness.cell import Cell
 from zharness.engines import Capabilities
 from zharness.errors import UsageError
 from zharness.export.model_candidates import count_parameter_owners, models_without_modules, smaller_models
+from zharness.law_kit.given_programs import join_variant
 from zharness.law_kit.program_features import explain_unsupported
 from zharness.law_kit.program_templates import TEMPLATES_BY_MODEL
 from zharness.law_kit.record_comparisons import STALE_FORWARD_HINT
 from zharness.law_kit.setting import SEPARATOR
 from zharness.laws import get_law
 from zharness.mesh import Mesh
-from zharness.run.plan import plan_named_cell
+from zharness.run.plan import make_program_cell, plan_named_cell
 from zharness.run.program_runner import ProgramOutcome, ProgramRunner
 from zharness.run.program_search import PASS_OUTCOME, SearchOptions, SearchResult, search_programs, shrink_batch
 from zharness.run.record import Record, Verdict
@@ -76,8 +78,8 @@ class FailureSignature:
         )
 
 
-_PROGRAM_SUFFIX = re.compile(r"(; )?at the end of '[^']*'$")  # the program that an any_order law appends
-_COORDINATES = re.compile(r"(; )?rank \d+ is [a-z_]+ \d+(, [a-z_]+ \d+)*$")  # which a smaller mesh does not have
+_PROGRAM_SUFFIX = re.compile(r"(; )?at the end of '([^']*)'$")  # the program that an any_order law appends
+_COORDINATES = re.compile(r"((; )?rank \d+ is [a-z_]+ \d+(, [a-z_]+ \d+)*)+$")  # which a smaller mesh does not have
 # Numbers, names with dots or digits, and quoted text, which differ between models.
 _LIST_OF_NAMES = re.compile(r"#(, #)+")  # after the substitution of names by #
 _MODEL_SPECIFIC = re.compile(r"'[^']*'|\"[^\"]*\"|[\w.]*\d[\w.+]*|\w+(?:\.\w+)+")
@@ -172,12 +174,19 @@ def shrink_failure(cell: Cell, seed: int, environment: RankEnvironment, timeout:
             found = "not run" if first is None else f"{first.verdict.value}: {first.cause}"
             raise UsageError(f"{cell.id} does not fail, so there is nothing to shrink: {found}")
         until = time.monotonic() + seconds  # after the first run, which includes the imports
-        record, tried = find_smallest_cell(cells, first, until)
+        run = partial(run_cell, cells)
+        record, tried = find_smallest_cell(
+            first, run, lambda found: iter_candidate_cells(cells, found.cell, until), until
+        )
         programs.wanted_signature, programs.deadline = extract_failure_signature(first.verdict, first.cause), until
         claims = cells.claims(record.cell.engine, record.cell.stage)
-        smallest = ShrinkResult(record, claims, tried, cells.call_in_judge(count_parameter_owners, record.cell.model))
         # No program contains a user's model or has a mesh, without which the failure may be another one.
         needs_cell = is_user_model(record.cell.model) or bool(record.cell.mesh.sizes)
+        if needs_cell:  # the law's own program
+            list_smaller = partial(iter_smaller_programs, claims=claims, salt=seed)
+            record, more = find_smallest_cell(record, run, list_smaller, until)
+            tried += more - 1
+        smallest = ShrinkResult(record, claims, tried, cells.call_in_judge(count_parameter_owners, record.cell.model))
         if record.cell.law.partition(".")[0] not in TRAINING_LAW_GROUPS or needs_cell:
             return smallest
         batch = find_smallest_program(programs, record.cell, seed, claims)
@@ -200,16 +209,24 @@ def run_cell(runner: Runner, cell: Cell) -> Record | None:
     return None if planned.unsupported_reason else runner.run(planned)
 
 
-def find_smallest_cell(runner: Runner, first: Record, deadline: float) -> tuple[Record, int]:
-    """Return the record of the smallest cell that fails in the same way as ``first``, and the number of cells tried."""
+def find_smallest_cell(
+    first: Record,
+    run: Callable[[Cell], Record | None],
+    list_smaller: Callable[[Record], Iterator[Cell]],
+    deadline: float,
+) -> tuple[Record, int]:
+    """Return the record of the smallest cell that fails in the same way as ``first``, and the number of cells tried.
+
+    ``list_smaller`` yields cells that are smaller than that of a record, and ``run`` runs one.
+    """
     wanted, found, tried = extract_failure_signature(first.verdict, first.cause), first, 1
     seen = {first.cell}
     while True:
-        for candidate in iter_candidate_cells(runner, found.cell, deadline):
+        for candidate in list_smaller(found):
             if candidate in seen or time.monotonic() > deadline:
                 continue
             seen.add(candidate)
-            record = run_cell(runner, candidate)
+            record = run(candidate)
             tried += 1
             if record is not None and wanted.can_match(extract_failure_signature(record.verdict, record.cause)):
                 found = record
@@ -254,6 +271,22 @@ def iter_smaller_meshes(cell: Cell) -> Iterator[Cell]:
             sizes = tuple((name, smaller if name == axis else n) for name, n in cell.mesh.sizes)
             mesh = Mesh(tuple((name, n) for name, n in sizes if n > 1))
             yield replace(cell, mesh=mesh, world_size=cell.world_size * smaller // size)
+
+
+def iter_smaller_programs(record: Record, claims: Capabilities, salt: int) -> Iterator[Cell]:
+    """Yield cells that run less of the program of a failing cell; none for a law that runs no program.
+
+    The first one ends with the call after which the failure was seen.
+    """
+    cell, form = record.cell, get_law(record.cell.law).programs
+    if form is None:
+        return
+    place = make_program_cell(cell, claims, salt)
+    words = form.choose(cell.variant, place)
+    ended = _PROGRAM_SUFFIX.search(_COORDINATES.sub("", record.cause))
+    seen = [ended[2]] if ended and ended[2] != words else []
+    for program in (*seen, *form.iter_smaller(place, words)):
+        yield replace(cell, variant=join_variant(place.variant, program))
 
 
 def smaller_settings(label: str) -> list[str]:
@@ -305,7 +338,7 @@ def law_programs(cell: Cell, salt: int, claims: Capabilities) -> Iterator[Progra
     has the settings of the law variant.
     """
     template = TEMPLATES_BY_MODEL.get(cell.model, {}).get(cell.variant)
-    if template is None or cell.model not in PROGRAM_LAYERS or not get_law(cell.law).steps_are_verbs:
+    if template is None or cell.model not in PROGRAM_LAYERS or get_law(cell.law).programs is None:
         return
     layers = tuple(parse_layers(PROGRAM_LAYERS[cell.model]))
     program = template.make_program(cell.seed(salt), cell.dtype, claims)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,8 +16,11 @@ from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_st
 from zharness.law_kit.other_norms import iter_other_norms
 from zharness.law_kit.rank_context import scalar
 from zharness.law_kit.training_run import total_norm_and_bound
+from zharness.mesh import TENSOR
 from zharness.parity import Comparison
+from zharness.parity.baseline import LocalResult, Objective, convert_to_float64, run_local
 from zharness.parity.bounds import gamma
+from zharness.workload import Batch
 
 HINT_ROUNDINGS = CLIP_ROUNDINGS + 61  # of the weights from which the factor of a step is computed, and of the norm
 
@@ -29,9 +33,39 @@ def judge_clipped_step(ctx: JudgeContext, spec: OptimizerSpec, limit: float, par
     grads = ctx.rank_records("grads")[0]
     norm, error = total_norm_and_bound(grads)
     factor = ClipFactor.from_norm(limit, norm, error, None)
-    for comparison in judge_step(ctx, spec, grads, RecordedStep(0, params_label), factor):
+    errors = bound_clipped_parts(ctx, partial(compute_first_absolute_grads, ctx))
+    for comparison in judge_step(ctx, spec, grads, RecordedStep(0, params_label), factor, errors):
         yield hint_clipping_norm(ctx, comparison, grads, limit, float(spec.args["lr"]), params_label)
     yield from compare_ranks_after_step(ctx, RecordedStep(1))
+
+
+def bound_clipped_parts(
+    ctx: JudgeContext, compute_absolute: Callable[[], Sequence[Sequence[LocalResult]]], scale: float = 1.0
+) -> Mapping[str, Tensor]:
+    """Return by how much gradients may be wrong that tp clips as sums of parts, by name; empty for other models.
+
+    DTensor leaves the gradient of a whole weight that is used on parts of a sequence as such a sum, which the
+    optimizer adds up: it rounds a product for each rank of tp, and one sum fewer. The absolute terms of the gradients,
+    of which ``scale`` times the mean counts, bound them.
+    """
+    if TENSOR not in ctx.mesh.axes or not any("sequence" in word for word in ctx.baseline.spec.tp_plan.values()):
+        return {}
+    terms = ctx.compute_expected_grads(compute_absolute(), scale, {})
+    return {name: gamma(ctx.mesh.size(TENSOR), each.dtype) * each.value for name, each in terms.items()}
+
+
+def compute_absolute_grads(
+    ctx: JudgeContext, batches: Sequence[Batch], objective: Objective, weights: Mapping[str, Tensor] | None = None
+) -> list[LocalResult]:
+    """Return the gradients of a model and of micro-batches of absolute values, one for each rank, in float64."""
+    module = ctx.baseline.build_module(weights)
+    return [run_local(*convert_to_float64(module, batch, take_abs=True), objective) for batch in batches]
+
+
+def compute_first_absolute_grads(ctx: JudgeContext) -> list[list[LocalResult]]:
+    """Return the gradients of absolute values of the first micro-batch."""
+    batches = [ctx.baseline.batch(at, 0) for at in range(ctx.data_size)]
+    return [compute_absolute_grads(ctx, batches, ctx.baseline.objective)]
 
 
 def hint_clipping_norm(

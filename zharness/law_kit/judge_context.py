@@ -105,8 +105,8 @@ class JudgeContext:
         return any(snapshot.label == label for snapshot in self.evidence[0].snapshots)
 
     def location(self, name: str, part: Part, step: int = 0, rank: int = 0) -> TensorLocation:
-        """Return the location of a tensor, including the elements that each rank owns according to the engine."""
-        return TensorLocation(name, part, step, rank, tuple(self.evidence[rank].layout.get(name, ())))
+        """Return the location of a tensor, including the elements that each rank owns; state is where its weight is."""
+        return TensorLocation(name, part, step, rank, tuple(self.evidence[rank].layout.get(name.partition("/")[0], ())))
 
     def compare_losses(self, step: int, expected: Sequence[LocalResult], label: str = "loss") -> Iterator[Comparison]:
         """Check that every rank's loss is bitwise equal to ``expected[data coordinate]`` on the same micro-batch."""

@@ -12,6 +12,7 @@ from zharness.engines.protocol import CallForm, Feature, OptimizerSpec
 from zharness.errors import UsageError
 from zharness.law_kit.default_training import TrainingConfig
 from zharness.law_kit.dtypes import DTYPES
+from zharness.law_kit.given_programs import ProgramForm, split_variant
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law_steps import LawSteps
 from zharness.law_kit.rank_context import RankContext
@@ -82,18 +83,18 @@ class Law:
     claim. ``kept_because`` says why the law is kept although other laws kill the same mutants. ``dtypes`` are the
     dtypes that the law applies to. ``steps`` are the steps of the short script that ``zharness export`` writes, or None
     if only the law's judge knows the right numbers. ``weights_stay_integers`` says that the exact model's weights are
-    integers in every step. ``steps_are_verbs`` says that the step of a mismatch is the position of a verb in a program,
-    not a micro-batch that could be run again. ``is_gradient_law`` says that the law compares every gradient of a user's
-    model; a run without such a law proves little about the model. ``sets_autocast`` says that the law runs with and
-    without torch.autocast, so the user's configuration must not enable torch.autocast. ``applies_to_module`` returns
-    whether the law tests anything for a user's module; if it is None, the law applies to every module.
-    ``only_own_kernels`` says that the law adds nothing where local gradients come from torch's kernels.
-    ``compares_later_forwards`` says that the law compares a forward that follows others of the same engine.
-    ``is_long`` says that a cell of the law takes several times as long on a user's model as those of other laws.
-    ``covers_triples`` says that a covering array runs the law with each option, world size and dtype together.
-    ``needs_fresh_ranks`` says that the law compares the state of the process before and after an engine was built, so
-    that an engine which an earlier cell has built in the same process would hide what a first one changes, or that it
-    leaves process groups of which a part of the ranks are members, which changes what torch names later groups.
+    integers in every step. ``programs`` is the form of the programs that the law runs, or None; the step of a mismatch
+    is then the position of a word in a program, not a micro-batch that could be run again. ``is_gradient_law`` says
+    that the law compares every gradient of a user's model; a run without such a law proves little about the model.
+    ``sets_autocast`` says that the law runs with and without torch.autocast, so the user's configuration must not
+    enable torch.autocast. ``applies_to_module`` returns whether the law tests anything for a user's module; if it is
+    None, the law applies to every module. ``only_own_kernels`` says that the law adds nothing where local gradients
+    come from torch's kernels. ``compares_later_forwards`` says that the law compares a forward that follows others of
+    the same engine. ``is_long`` says that a cell of the law takes several times as long on a user's model as those of
+    other laws. ``covers_triples`` says that a covering array runs the law with each option, world size and dtype
+    together. ``needs_fresh_ranks`` says that the law compares the state of the process before and after an engine was
+    built, so that an engine which an earlier cell has built in the same process would hide what a first one changes, or
+    that it leaves process groups of which a part of the ranks are members, which changes what torch names later groups.
     ``setting_support`` says for which accumulation windows and calls of backward the law is stated, and
     ``mesh_support`` on which meshes. ``mesh_dtypes`` are the dtypes beside fp32 in which a check of every law on a mesh
     runs this one, because ranks have fp32 copies of weights there. ``form`` is the form in which the law calls an
@@ -112,7 +113,7 @@ class Law:
     dtypes: tuple[str, ...] = tuple(DTYPES)
     steps: LawSteps | None = None
     weights_stay_integers: bool = True
-    steps_are_verbs: bool = False
+    programs: ProgramForm | None = None
     is_gradient_law: bool = False
     sets_autocast: bool = False
     only_own_kernels: bool = False
@@ -131,6 +132,8 @@ class Law:
         for variant in self.variants:
             if variant.name == name:
                 return variant
+            if self.programs is not None and split_variant(name)[0] == variant.name:
+                return replace(variant, name=name)
             if variant.is_step_count and name.isdecimal() and int(name) > 0:
                 return replace(variant, name=name)
         raise UsageError.unknown_name(

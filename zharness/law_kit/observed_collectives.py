@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zharness.errors import HarnessFault
 from zharness.law_kit.rank_context import RankContext
+from zharness.mesh import find_chunk
 from zharness.torch_private import resolve_process_group
 
 REDUCE, GATHER = "reduce", "gather"
@@ -173,8 +174,7 @@ def split_shapes(
         word = plan.get(module, "")
         if "colwise" in word or (word.startswith("rowwise") and kind == "weight"):
             dim = 0 if "colwise" in word else -1
-            chunk = -(-part[dim] // tensor_size)
-            part[dim] = max(0, min(chunk, part[dim] - coordinate * chunk))
+            part[dim] = len(find_chunk(range(part[dim]), tensor_size, coordinate))
     return {name: tuple(part) for name, part in parts.items()}
 
 

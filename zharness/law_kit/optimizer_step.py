@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ from zharness.parity.exact_step import is_exact_step
 from zharness.parity.replay import replay_step
 
 OptimizerState = Mapping[str, Mapping[str, Tensor]]
+NO_ERRORS: Mapping[str, Tensor] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -64,12 +66,13 @@ def judge_step(
     grads: Mapping[str, Tensor],
     recorded_step: RecordedStep,
     clip_factor: ClipFactor = NO_CLIPPING,
+    grad_errors: Mapping[str, Tensor] = NO_ERRORS,
 ) -> Iterator[Comparison]:
     """Compare weights and state one step after ``recorded_step`` with the result of the optimizer's formula.
 
-    The formula uses the gradients times ``clip_factor``. Before this step, the optimizer has made
-    ``recorded_step.step`` steps minus the skipped steps; the engine's step counts and the schedule have to agree with
-    this number.
+    The formula uses the gradients, which may differ by ``grad_errors``, times ``clip_factor``. Before this step, the
+    optimizer has made ``recorded_step.step`` steps minus the skipped steps; the engine's step counts and the schedule
+    have to agree with this number.
     """
     step, steps_made = recorded_step.step, recorded_step.step - recorded_step.skipped_steps
     before, after = (
@@ -98,6 +101,7 @@ def judge_step(
             new_state.get(name, {}),
             step_hyperparameters(spec, name, steps_made),
             clip_factor,
+            grad_errors.get(name),
         )
         place = ctx.location(name, Part.OPTIMIZER, step)
         in_pieces = parameter_step.compare_in_pieces(spec.name, place)
@@ -108,7 +112,10 @@ def judge_step(
 
 @dataclass(frozen=True)
 class ParameterStep:
-    """The weight and optimizer state of one parameter before and after a step, its gradient, and the clip factor."""
+    """The weight and optimizer state of one parameter before and after a step, its gradient, and the clip factor.
+
+    ``grad_error`` bounds the error of the gradient; None is for an exact one.
+    """
 
     weight: Tensor
     weight_after: Tensor
@@ -117,6 +124,7 @@ class ParameterStep:
     state_after: Mapping[str, Tensor]
     hyperparameters: Mapping[str, Any]
     clip_factor: ClipFactor = NO_CLIPPING
+    grad_error: Tensor | None = None
 
     def compare_in_pieces(self, optimizer: str, location: TensorLocation) -> list[Comparison]:
         """Compare a large parameter piece by piece. Return an empty list if the parameter is small or wrong.
@@ -190,6 +198,7 @@ class ParameterStep:
             map_state(self.state_after),
             self.hyperparameters,
             self.clip_factor,
+            None if self.grad_error is None else function(self.grad_error),
         )
 
     def compare_with_replay(self, optimizer: str, location: TensorLocation) -> Iterator[Comparison]:
@@ -197,7 +206,8 @@ class ParameterStep:
 
         A step that rounds nothing is compared bitwise, by tier X.
         """
-        grad = self.clip_factor.apply_to(BoundedTensor.exact(self.grad))
+        exact = BoundedTensor.exact(self.grad)
+        grad = self.clip_factor.apply_to(exact if self.grad_error is None else replace(exact, error=self.grad_error))
         tier = Tier.EXACT if self.rounds_nothing(optimizer) else Tier.STAGED
         expected, moments = replay_step(optimizer, self.weight, grad, self.state_before, self.hyperparameters)
         plain = partial(run_plain_step, optimizer, self.weight, grad, self.state_before, self.hyperparameters)

@@ -10,15 +10,14 @@ from torch import Tensor
 
 from zharness.device.float32_products import Float32Products
 from zharness.errors import RoundedScenarioError
-from zharness.law_kit.clipped_step import hint_norm_of_update
+from zharness.law_kit.clipped_step import bound_clipped_parts, compute_absolute_grads, hint_norm_of_update
 from zharness.law_kit.clipping import NO_CLIPPING, ClipFactor
 from zharness.law_kit.judge_context import BoundedGrads, JudgeContext
 from zharness.law_kit.program_judge import ProgramJudge
 from zharness.law_kit.rank_actions import second_loss
-from zharness.mesh import TENSOR
 from zharness.parity import Comparison
-from zharness.parity.baseline import LocalResult, Objective, convert_to_float64, run_local
-from zharness.parity.bounds import BoundedTensor, gamma
+from zharness.parity.baseline import LocalResult, Objective
+from zharness.parity.bounds import BoundedTensor
 from zharness.parity.certificate import SIGNIFICAND_BITS, bound_partial_sums
 from zharness.workload import Batch
 from zharness.workload.programs import CallerState, Mark, PendingGradients, Verb
@@ -57,10 +56,12 @@ class ExactProgramJudge(ProgramJudge):
     """A judge of an exact model whose weights stay integers, for engines that add up parts of a sum over ranks.
 
     An output, or the gradient of a window, is compared bitwise if a certificate says that no sum in it is rounded, and
-    else not at all. ``sums`` has those of each backward so far.
+    else not at all. ``sums`` has those of each backward so far, and ``bounds`` those of each micro-batch, by its verb,
+    its number, whether its loss is the second one, and the version of the weights.
     """
 
     sums: list[Sums] = field(default_factory=list)
+    bounds: dict[tuple[Verb, int, bool, int], float] = field(default_factory=dict)
 
     def compare_output(self, position: int, verb: Verb, micro: int) -> Iterator[Comparison]:
         """Check that every rank's output is bitwise equal to plain PyTorch's, if no sum in it is rounded."""
@@ -81,18 +82,17 @@ class ExactProgramJudge(ProgramJudge):
 
     def bound_sums(self, verb: Verb, micro: int, objective: Objective) -> float:
         """Return the largest bound over the micro-batches of all data coordinates, with the weights of now."""
-        return max(
-            bound_partial_sums(self.ctx.baseline, batch, objective, self.get_weights())
-            for batch in self.get_batches(verb, micro)
-        )
+        key = verb, micro, objective is second_objective, self.weights_version
+        if key not in self.bounds:
+            self.bounds[key] = max(
+                bound_partial_sums(self.ctx.baseline, batch, objective, self.get_weights())
+                for batch in self.get_batches(verb, micro)
+            )
+        return self.bounds[key]
 
     def sum_absolute_terms(self, verb: Verb, micro: int, objective: Objective) -> list[LocalResult]:
         """Return the gradients of each data coordinate of a model and micro-batch of absolute values, in float64."""
-        module = self.ctx.baseline.build_module(self.get_weights())
-        return [
-            run_local(*convert_to_float64(module, batch, take_abs=True), objective)
-            for batch in self.get_batches(verb, micro)
-        ]
+        return compute_absolute_grads(self.ctx, self.get_batches(verb, micro), objective, self.get_weights())
 
     def get_weights(self) -> Mapping[str, Tensor] | None:
         """Return the weights that the engine has now, or None for the initial ones."""
@@ -147,16 +147,12 @@ class ExactProgramJudge(ProgramJudge):
     def compare_clipped_update(
         self, position: int, grads: BoundedGrads, pending: PendingGradients, factor: ClipFactor
     ) -> Iterator[Comparison]:
-        """Compare each parameter's update with clipped gradients, which on tp may be sums of parts clipped before.
-
-        DTensor leaves the gradient of a whole weight that is used on parts of a sequence as such a sum, which the
-        optimizer adds up: it rounds a product for each rank of tp, and one sum fewer. The absolute terms bound them.
-        """
-        if factor != NO_CLIPPING and TENSOR in self.ctx.mesh.axes:
-            terms = self.ctx.compute_expected_grads([each.absolute for each in self.window_sums], self.grad_scale, {})
-            roundings = self.ctx.mesh.size(TENSOR)
+        """Compare each parameter's update with clipped gradients, which on tp may be sums of parts clipped before."""
+        if factor != NO_CLIPPING:
+            absolute = [each.absolute for each in self.window_sums]
+            errors = bound_clipped_parts(self.ctx, lambda: absolute, self.grad_scale)
             grads = {
-                name: replace(grad, error=grad.error + gamma(roundings, grad.dtype) * terms[name].value)
+                name: replace(grad, error=grad.error + errors[name]) if name in errors else grad
                 for name, grad in grads.items()
             }
         return super().compare_update(position, grads, pending, factor)

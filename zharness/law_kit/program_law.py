@@ -12,16 +12,19 @@ import torch
 
 from zharness.engines.protocol import Feature
 from zharness.law_kit.dtypes import DTYPES
+from zharness.law_kit.given_programs import ProgramCell, ProgramForm, split_variant
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Law, Variant
 from zharness.law_kit.process_state import compare_process_state, read_process_state
 from zharness.law_kit.program_executor import observe_program
+from zharness.law_kit.program_features import find_required_features
 from zharness.law_kit.program_judge import ProgramJudge, run_judge
 from zharness.law_kit.program_templates import TEMPLATES_BY_MODEL, ProgramTemplate
 from zharness.law_kit.rank_context import RankContext
 from zharness.parity import Comparison, Tier
+from zharness.workload.legal_programs import legal_verbs, program_cuts
 from zharness.workload.program_text import parse_verb
-from zharness.workload.programs import join_words
+from zharness.workload.programs import Verb, join_words
 
 
 def observe_any_order(ctx: RankContext) -> None:
@@ -29,9 +32,11 @@ def observe_any_order(ctx: RankContext) -> None:
 
     The ranks' random generators differ while the program runs.
     """
-    template = TEMPLATES_BY_MODEL[ctx.spec.name][ctx.variant]
-    program = template.make_program(ctx.seed, ctx.config.dtype, ctx.capabilities)
-    ctx.record("verbs", {"text": torch.tensor([*join_words(program.verbs).encode()], dtype=torch.uint8)})
+    name, _ = split_variant(ctx.variant)
+    cell = ProgramCell(ctx.spec.name, name, ctx.seed, ctx.config.dtype, ctx.capabilities)
+    words, template = VERB_PROGRAMS.choose(ctx.variant, cell), get_template(cell.model, ctx.variant)
+    program = template.make_program_of_verbs(parse_verbs(words), cell.dtype)
+    ctx.record("verbs", {"text": torch.tensor([*words.encode()], dtype=torch.uint8)})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(ctx.rank)
         ctx.record("switches", read_process_state(), 0)
@@ -41,12 +46,44 @@ def observe_any_order(ctx: RankContext) -> None:
 
 def judge_any_order(ctx: JudgeContext, judge_class: type[ProgramJudge] = ProgramJudge) -> Iterator[Comparison]:
     """Judge every verb of the program, and check that the program did not change the process's global settings."""
-    template = TEMPLATES_BY_MODEL[ctx.baseline.spec.name][ctx.variant]
-    text = bytes(ctx.rank_records("verbs")[0]["text"].tolist()).decode()
-    verbs = tuple(parse_verb(word) for word in text.split())
+    template = get_template(ctx.baseline.spec.name, ctx.variant)
+    verbs = parse_verbs(bytes(ctx.rank_records("verbs")[0]["text"].tolist()).decode())
     for comparison in run_judge(judge_class(ctx, template.make_program_of_verbs(verbs))):
         yield add_program_hint(comparison, verbs)
     yield from compare_process_state(ctx, "switches", range(2))
+
+
+def get_template(model: str, variant: str) -> ProgramTemplate:
+    """Return the template of the programs of a law variant, whose name may give a program."""
+    return TEMPLATES_BY_MODEL[model][split_variant(variant)[0]]
+
+
+def parse_verbs(words: str) -> tuple[Verb, ...]:
+    """Return the verbs of a program. Raises UsageError for a word that is no verb."""
+    return tuple(map(parse_verb, words.split()))
+
+
+def draw_verbs(cell: ProgramCell) -> str:
+    """Return the program that the seed of a cell draws."""
+    template = get_template(cell.model, cell.variant)
+    return join_words(template.make_program(cell.seed, cell.dtype, cell.claims).verbs)
+
+
+def make_verbs_legal(cell: ProgramCell, words: str) -> str:
+    """Return the verbs that plain PyTorch allows in their order, '' if the engine does not claim what they need."""
+    template = get_template(cell.model, cell.variant)
+    verbs = legal_verbs((), parse_verbs(words), window=template.window)
+    needed = find_required_features(template.make_program_of_verbs(verbs, cell.dtype))
+    return "" if any(cell.claims.refusal(feature) is not None for feature in needed) else join_words(verbs)
+
+
+def cut_verbs(cell: ProgramCell, words: str) -> Iterator[str]:
+    """Yield the program without some verbs, and without a mark."""
+    program = get_template(cell.model, cell.variant).make_program_of_verbs(parse_verbs(words), cell.dtype)
+    yield from (join_words(smaller.verbs) for smaller in program_cuts(program))
+
+
+VERB_PROGRAMS = ProgramForm(draw_verbs, make_verbs_legal, cut_verbs)
 
 
 def add_program_hint(comparison: Comparison, verbs: Sequence[object]) -> Comparison:
@@ -83,5 +120,5 @@ def any_order_law(
         dtypes=dtypes,
         mesh_dtypes=mesh_dtypes,
         weights_stay_integers=False,
-        steps_are_verbs=True,
+        programs=VERB_PROGRAMS,
     )

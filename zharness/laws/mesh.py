@@ -16,6 +16,7 @@ from zharness.engines.protocol import Feature, OptimizerSpec
 from zharness.engines.tensor_access import require_shard_access
 from zharness.law_kit.clipped_step import judge_clipped_step
 from zharness.law_kit.clipping import judge_clip_factor
+from zharness.law_kit.given_programs import ProgramForm
 from zharness.law_kit.hints import add_hint, hint_factor
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Law, MeshSupport, Variant
@@ -203,7 +204,7 @@ def mesh_law(
     models: tuple[str, ...] = MODELS,
     variants: tuple[Variant, ...] = (Variant(),),
     tier: Tier = Tier.STAGED,
-    steps_are_verbs: bool = False,
+    programs: ProgramForm | None = None,
 ) -> Law:
     """Build a law of the group ``mesh``, whose models are exact unless ``tier`` is that of random weights."""
     return Law(
@@ -216,7 +217,7 @@ def mesh_law(
         features=features,
         variants=variants,
         dtypes=("fp32",),
-        steps_are_verbs=steps_are_verbs,
+        programs=programs,
         mesh_support=MeshSupport.ONLY,
         kept_because=kept_because,
     )

@@ -8,7 +8,7 @@ from zharness.engines.protocol import Feature
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Law, Variant
 from zharness.law_kit.program_exact import ExactProgramJudge
-from zharness.law_kit.program_law import judge_any_order, observe_any_order
+from zharness.law_kit.program_law import VERB_PROGRAMS, judge_any_order, observe_any_order
 from zharness.law_kit.program_templates import CLIPPED_TEMPLATES, MESH_TEMPLATES, ProgramTemplate
 from zharness.laws.mesh import mesh_law
 from zharness.parity import Comparison
@@ -32,7 +32,7 @@ def program_law(
         Feature.SCHEDULE,
         models=models,
         variants=tuple(Variant(variant, template.features) for variant, template in templates.items()),
-        steps_are_verbs=True,
+        programs=VERB_PROGRAMS,
         kept_because=kept_because,
     )
 

@@ -20,7 +20,7 @@ from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_st
 from zharness.law_kit.rank_actions import shared_folder
 from zharness.law_kit.rank_context import RankContext, scalar
 from zharness.law_kit.record_comparisons import compare_records
-from zharness.laws.mesh import MODELS, mesh_law
+from zharness.laws.mesh import mesh_law
 from zharness.mesh import TENSOR, Mesh
 from zharness.parity import Comparison, Part, compare_bitwise
 from zharness.parity.certificate import certify_exactness
@@ -31,9 +31,6 @@ from zharness.parity.compare import check_names
 LAST_BIAS_STEPS = OptimizerSpec("sgd", {"lr": 0.0, "momentum": 0.5}, groups=(GroupSpec("[dl]*.bias", {"lr": 4.0}),))
 MESHES = tuple(map(Mesh.parse, ("", "tp2", "rep2", "rep2,tp2")))
 TO_OTHERS, FROM_OTHERS = "to_others", "from_others"
-# `heads` has weights that tp splits and others that it leaves alone; `sequence` would add norms that tp replicates, at
-# the same cost once more.
-RESHARDED_MODELS = tuple(model for model in MODELS if model != "sequence")
 SAVED = 1  # the number of steps before the save
 
 
@@ -192,7 +189,6 @@ LAWS = (
         Feature.MESH_RESHARD,
         Feature.PARAM_GROUPS,
         variants=(Variant(TO_OTHERS), Variant(FROM_OTHERS)),
-        models=RESHARDED_MODELS,
         kept_because="the only law that loads on another mesh",
     ),
     mesh_law(

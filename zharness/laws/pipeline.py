@@ -110,6 +110,11 @@ def select_schedule(name: str) -> Mapping[str, str]:
     return {"schedule": name} if name else {}
 
 
+def require_schedule(name: str) -> tuple[str, ...]:
+    """Return the schedules that a law variant requires: the named one, or none for '', the engine's default."""
+    return (name,) if name else ()
+
+
 def observe_training(ctx: RankContext, clip: float | None = None) -> None:
     """Run one batch by the schedule that the variant names, and make a step."""
     engine = ctx.build_engine(optimizer=MOMENTUM_SGD, options=select_schedule(ctx.variant), clip=clip)

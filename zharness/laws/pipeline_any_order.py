@@ -11,12 +11,14 @@ from torch import nn
 
 from zharness.engines.protocol import Engine
 from zharness.law_kit.engine_facts import build_facts
+from zharness.law_kit.given_programs import ProgramCell, split_variant
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Variant
 from zharness.law_kit.program_law import add_program_hint
 from zharness.law_kit.rank_actions import shared_folder
 from zharness.law_kit.rank_context import RankContext, flatten_optimizer_state, scalar
-from zharness.laws.pipeline import MODELS, RANDOM_MODEL, pipeline_law, select_schedule, train_batch
+from zharness.laws.pipeline import MODELS, RANDOM_MODEL, pipeline_law, require_schedule, select_schedule, train_batch
+from zharness.laws.pipeline_cuts import CALL_PROGRAMS, parse_calls
 from zharness.laws.pipeline_program_judge import EDIT_FACTOR, STRIDE, BatchProgramJudge, make_batch_shape
 from zharness.laws.pipeline_programs import (
     BATCHES,
@@ -24,7 +26,6 @@ from zharness.laws.pipeline_programs import (
     Call,
     CallKind,
     find_shared_weights,
-    parse_call,
     select_parameter,
 )
 from zharness.parity import Comparison
@@ -100,8 +101,9 @@ class Caller:
 
 def observe_any_order(ctx: RankContext) -> None:
     """Run the program drawn from the cell's seed, and record its calls and their results."""
-    template = TEMPLATES[ctx.variant]
-    calls = template.draw_calls(ctx.seed, ctx.capabilities)
+    name, _ = split_variant(ctx.variant)
+    cell, template = ProgramCell(ctx.spec.name, name, ctx.seed, ctx.config.dtype, ctx.capabilities), TEMPLATES[name]
+    calls = parse_calls(CALL_PROGRAMS.choose(ctx.variant, cell))
     if find_shared_weights(ctx.spec, ctx.seed):  # how their gradients round is known only if they are read
         calls = tuple(replace(call, kind=CallKind.TRAIN) if call.kind is CallKind.UNSEEN else call for call in calls)
     ctx.record("calls", {"text": torch.tensor([*join_words(calls).encode()], dtype=torch.uint8)})
@@ -121,8 +123,8 @@ def observe_any_order(ctx: RankContext) -> None:
 def judge_any_order(ctx: JudgeContext) -> Iterator[Comparison]:
     """Judge every call of the program; a mismatch says which calls the program had made."""
     text = bytes(ctx.rank_records("calls")[0]["text"].tolist()).decode()
-    calls = tuple(map(parse_call, text.split()))
-    for comparison in BatchProgramJudge(ctx, TEMPLATES[ctx.variant], calls).judge():
+    calls, (name, _) = parse_calls(text), split_variant(ctx.variant)
+    for comparison in BatchProgramJudge(ctx, TEMPLATES[name], calls).judge():
         yield add_program_hint(comparison, calls)
 
 
@@ -132,10 +134,10 @@ _LAW = pipeline_law(
     observe_any_order,
     judge_any_order,
     tuple(
-        Variant(name, template.features, schedules=tuple(filter(None, (template.schedule,))))
+        Variant(name, template.features, schedules=require_schedule(template.schedule))
         for name, template in TEMPLATES.items()
     ),
     models=(*MODELS, RANDOM_MODEL),
     kept_because="the only law that finds mistakes that need certain calls before, and that one stage or rank makes",
 )
-LAWS = (replace(_LAW, weights_stay_integers=False, steps_are_verbs=True),)
+LAWS = (replace(_LAW, weights_stay_integers=False, programs=CALL_PROGRAMS),)

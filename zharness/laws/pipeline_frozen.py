@@ -23,6 +23,7 @@ from zharness.laws.pipeline import (
     compute_batch,
     leave_out_grads,
     pipeline_law,
+    require_schedule,
     run_batch,
     select_schedule,
 )
@@ -141,7 +142,7 @@ LAWS = (
             Variant(
                 name,
                 (Feature.UNFREEZING,) if name in CHANGED else (),
-                schedules=tuple(filter(None, (freezing.schedule,))),
+                schedules=require_schedule(freezing.schedule),
             )
             for name, freezing in FREEZINGS.items()
         ),

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zharness.engines import EngineConfig
+from zharness.engines import EngineConfig, torch_pp
 from zharness.mutants.around import Around
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
 from zharness.parity import Part
@@ -35,9 +35,13 @@ def on_pipeline(
 
 
 class OverPipeline(Around):
-    """The base class of mutants of a pipeline."""
+    """The base class of mutants of a pipeline.
+
+    ``capabilities`` are known without building the mutant, which a run without a mesh could not.
+    """
 
     over = "torch_pp"
+    capabilities = torch_pp.CAPABILITIES
 
     def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
         """Run the batch on the right engine; subclasses break it."""

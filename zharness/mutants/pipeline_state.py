@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zharness.engines import EngineConfig
+from zharness.engines import EngineConfig, deepspeed_pp
 from zharness.mutants import seams_engines
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
 from zharness.mutants.pipeline import OverPipeline, on_pipeline
@@ -189,6 +189,7 @@ class SumsOneWeightOfATiedLayer(OverPipeline):
     """Of a layer that two stages call, the first weight alone is summed over them, and not the bias."""
 
     over = "deepspeed_pp"
+    capabilities = deepspeed_pp.CAPABILITIES
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)

@@ -212,7 +212,7 @@ def build_mismatch(
 ) -> Mismatch:
     """Return the description of the worst wrong element, the one with the largest error where ``wrong`` is true."""
     flat = int(torch.where(wrong, error, -1.0).argmax())
-    owner, offset = find_owner(location.pieces, flat)
+    owner, offset = find_owner(location.list_pieces(wrong.numel()), flat)
     want, got = float(expected.flatten()[flat]), float(actual.flatten()[flat])
     index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), expected.shape)) if expected.dim() else ()
     return Mismatch(

@@ -34,7 +34,8 @@ class Part(Enum):
 class TensorLocation:
     """The origin of a compared tensor: its name, its step, the part of the step, and the rank that recorded it.
 
-    ``seen_on`` is the rank that recorded the tensor. ``pieces`` lists the ranges of elements that each rank owns.
+    ``seen_on`` is the rank that recorded the tensor. ``pieces`` lists the ranges of elements that each rank owns of the
+    parameter, and ``list_pieces`` those of a tensor: a step count has fewer elements than its parameter, and no owner.
     """
 
     name: str
@@ -42,6 +43,10 @@ class TensorLocation:
     step: int = 0
     seen_on: int = 0
     pieces: tuple[Piece, ...] = ()
+
+    def list_pieces(self, elements: int) -> tuple[Piece, ...]:
+        """Return the ranges that each rank owns of a tensor with this number of elements, if it has those of all."""
+        return self.pieces if all(piece.stop <= elements for piece in self.pieces) else ()
 
 
 @dataclass(frozen=True)

@@ -110,13 +110,14 @@ def build_mismatch_report(
     last = comparisons[-1]
     if last.mismatch is None or last.location is None or last.mismatch_tensors is None:
         return None
+    pieces = last.location.list_pieces(last.mismatch.total)
     return {
         "parameter": last.mismatch.parameter,
         "part": last.mismatch.part.value,
         "step": last.mismatch.step,
         "shape": list(last.mismatch_tensors.ratio.shape),
         "heat": build_heat_map(last.mismatch_tensors.ratio),
-        "shards": [{"rank": p.rank, "start": p.start, "stop": p.stop} for p in last.location.pieces] or None,
+        "shards": [{"rank": piece.rank, "start": piece.start, "stop": piece.stop} for piece in pieces] or None,
         "ulps": build_ulp_histograms(last.mismatch_tensors),
         "layers": worst_layer_ratios(
             chain(comparisons_before(comparisons, last.location), comparisons_after(remaining, last.location)),

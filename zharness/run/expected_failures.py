@@ -16,6 +16,7 @@ from packaging.version import InvalidVersion, Version
 from zharness.cell import Cell
 from zharness.engines.registry import BUILT_IN, capabilities, resolve_version, split_release
 from zharness.errors import MissingEngine, UsageError
+from zharness.law_kit.given_programs import split_variant
 from zharness.law_kit.setting import SEPARATOR, Setting
 from zharness.laws.registry import find_laws
 from zharness.mesh import DEFAULT_MESH
@@ -97,7 +98,7 @@ class ExpectedFailure:
             (self.meshes or (DEFAULT_MESH.label,), cell.mesh.label),
             (self.dtypes, cell.storage_dtype),
             (() if is_any_model else self.models, cell.model),
-            (() if is_any_model else self.variants, cell.variant),
+            (() if is_any_model else self.variants, split_variant(cell.variant)[0]),
         )
         return (
             split_release(cell.engine)[0] == self.engine

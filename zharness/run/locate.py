@@ -27,7 +27,7 @@ def can_locate_divergence(mismatch: Mismatch | None, cell: Cell, capabilities: C
     has to be in a part that a rank computes without other ranks, the engine has to use torch's kernels, no program of
     engine verbs may have changed the weights, and no axis of a mesh may split the outputs of modules.
     """
-    if mismatch is None or get_law(cell.law).steps_are_verbs or cell.mesh.sizes:
+    if mismatch is None or get_law(cell.law).programs is not None or cell.mesh.sizes:
         return False
     return mismatch.part in LOCAL_PARTS and cell.stage not in capabilities.own_kernels
 

@@ -304,12 +304,12 @@ def judge_law(ctx: JudgeContext, law: Law) -> Judgement:
 
 
 def add_coordinates(mismatch: Mismatch, ctx: JudgeContext) -> Mismatch:
-    """Add to the hint of a mismatch where on the mesh the rank is that saw it; nothing on the default mesh."""
-    where = ctx.mesh.describe_rank(mismatch.seen_on, ctx.world_size)
-    if not where:
+    """Add to the hint of a mismatch where on its mesh are the owner of the element and the rank that saw it."""
+    if not ctx.mesh.sizes:
         return mismatch
-    hint = f"{mismatch.hint}; " if mismatch.hint else ""
-    return replace(mismatch, hint=f"{hint}rank {mismatch.seen_on} is {where}")
+    ranks = dict.fromkeys(rank for rank in (mismatch.owner, mismatch.seen_on) if rank is not None)
+    places = [f"rank {rank} is {ctx.mesh.describe_rank(rank, ctx.world_size)}" for rank in ranks]
+    return replace(mismatch, hint="; ".join([*filter(None, [mismatch.hint]), *places]))
 
 
 def training_curves(ctx: JudgeContext, law: Law) -> Mapping[str, TrainingCurve]:

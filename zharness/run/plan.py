@@ -14,6 +14,7 @@ from zharness.engines import Capabilities
 from zharness.engines.options import find_exclusion
 from zharness.errors import UsageError
 from zharness.law_kit.dtypes import KNOWN_DTYPES
+from zharness.law_kit.given_programs import ProgramCell, split_variant
 from zharness.law_kit.law import ModelScope
 from zharness.law_set import list_later_changes
 from zharness.laws import Law, find_laws, get_law
@@ -138,7 +139,10 @@ def validate_request(request: Request) -> None:
             "options of its cells itself: leave out the variant, or use depth 1"
         )
     if request.mesh.sizes and request.depth > 1:
-        raise UsageError(f"got the mesh {request.mesh.label} and depth {request.depth}; on a mesh, use depth 1")
+        raise UsageError(
+            f"got the mesh {request.mesh.label} and depth {request.depth}; a covering array chooses world sizes, and "
+            "its cells have no mesh: use depth 1 on a mesh, where --variant A+B sets options of the engine"
+        )
     for engine in request.engines:
         engines.require(engine)
     require_stages(request.stages)
@@ -169,8 +173,18 @@ def plan_named_cell(cell: Cell, claims: ClaimsLookup) -> PlannedCell:
         raise UsageError.unknown_name(f"variant of {law.name} on {cell.model}:", cell.variant, law.workload_variants)
     stages = select_stages(cell.engine, (cell.stage,), claims)
     require_variant(cell.engine, cell.engine_variant, stages, claims)
-    require_mesh(cell.engine, cell.mesh, (cell.world_size,), claims(cell.engine, stages[0]))
-    return plan_cell(law, cell, claims(cell.engine, stages[0]))
+    capabilities = claims(cell.engine, stages[0])
+    require_mesh(cell.engine, cell.mesh, (cell.world_size,), capabilities)
+    planned = plan_cell(law, cell, capabilities)
+    if law.programs is not None and not planned.unsupported_reason:
+        law.programs.require_legal(cell.variant, make_program_cell(cell, capabilities))
+    return planned
+
+
+def make_program_cell(cell: Cell, capabilities: Capabilities, salt: int = 0) -> ProgramCell:
+    """Return what the program of a cell depends on; ``salt`` is that of its seed."""
+    claims = capabilities.with_options(cell_setting(cell.engine_variant).options).on_mesh(cell.mesh)
+    return ProgramCell(cell.model, split_variant(cell.variant)[0], cell.seed(salt), cell.storage_dtype, claims)
 
 
 def plan_engine_cells(engine: str, request: Request, laws: list[Law], claims: ClaimsLookup) -> Iterator[PlannedCell]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from zharness.errors import UsageError
 from zharness.workload.model_shape import ModelShape, shape_after_layer
@@ -23,6 +24,7 @@ from zharness.workload.programs import (
     is_accumulating,
 )
 
+T = TypeVar("T")
 UNLIMITED_OUTPUTS = 100  # more outputs than any program keeps
 
 
@@ -147,17 +149,23 @@ def program_size(program: Program) -> tuple[int, int, int]:
 def program_cuts(program: Program) -> Iterator[Program]:
     """Yield programs, not necessarily legal, each with one thing removed: verbs, part of the layers or a mark."""
     verbs = program.verbs
-    length = len(verbs) // 2
-    while length:
-        for start in range(0, len(verbs), length):
-            yield replace(program, verbs=verbs[:start] + verbs[start + length :])
-        length //= 2
+    for fewer in remove_runs(verbs):
+        yield replace(program, verbs=fewer)
     for layers in cut_layers(program.layers):
         yield replace(program, layers=layers)
     for index, verb in enumerate(verbs):
         for mark in verb.marks:
             unmarked = replace(verb, marks=tuple(other for other in verb.marks if other is not mark))
             yield replace(program, verbs=(*verbs[:index], unmarked, *verbs[index + 1 :]))
+
+
+def remove_runs(items: tuple[T, ...]) -> Iterator[tuple[T, ...]]:
+    """Yield ``items`` without some that follow each other: without a half, a quarter and so on, then without one."""
+    length = len(items) // 2
+    while length:
+        for start in range(0, len(items), length):
+            yield items[:start] + items[start + length :]
+        length //= 2
 
 
 def cut_layers(layers: tuple[Layer, ...]) -> Iterator[tuple[Layer, ...]]:

@@ -1,0 +1,71 @@
+"""Let a cell name the program that a law runs, ``steps(v f b s)``, in place of the one that its seed draws."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from zharness.engines.protocol import Capabilities
+from zharness.errors import UsageError
+
+_GIVEN = re.compile(r"(\w*)\(([^()]*)\)")
+
+
+def split_variant(name: str) -> tuple[str, str]:
+    """Return the name of a law variant without its program, and the words of the program, '' if it is drawn."""
+    match = _GIVEN.fullmatch(name)
+    return (match[1], match[2]) if match else (name, "")
+
+
+def join_variant(name: str, words: str) -> str:
+    """Return the name of a law variant with the program ``words``."""
+    return f"{name}({words})"
+
+
+@dataclass(frozen=True)
+class ProgramCell:
+    """What a program depends on: the model, the variant without a program, the seed, the dtype, the engine's claims."""
+
+    model: str
+    variant: str
+    seed: int
+    dtype: str
+    claims: Capabilities
+
+
+@dataclass(frozen=True)
+class ProgramForm:
+    """How a law's programs are drawn and made smaller, as words with spaces between them.
+
+    ``make_legal`` returns the words of a program that are legal in their order and that the engine claims, and raises
+    UsageError for a word that no program has. ``cut`` yields programs of fewer or simpler words, the largest reductions
+    first, which need not be legal.
+    """
+
+    draw: Callable[[ProgramCell], str]
+    make_legal: Callable[[ProgramCell, str], str]
+    cut: Callable[[ProgramCell, str], Iterator[str]]
+
+    def choose(self, name: str, cell: ProgramCell) -> str:
+        """Return the words of the program of a variant: those that ``name`` gives, or those that the seed draws."""
+        return split_variant(name)[1] or self.draw(cell)
+
+    def require_legal(self, name: str, cell: ProgramCell) -> None:
+        """Raise UsageError for a program that the variant ``name`` gives and that the engine cannot run."""
+        words = split_variant(name)[1]
+        legal = self.make_legal(cell, words) if words else words
+        if legal != words:
+            raise UsageError(
+                f"got the program {words!r}, which is not legal in this cell; expected only calls that are legal after "
+                f"those before them and that the engine claims, such as {legal!r}"
+            )
+
+    def iter_smaller(self, cell: ProgramCell, words: str) -> Iterator[str]:
+        """Yield legal programs that are smaller than ``words``, the largest reductions first, each once."""
+        seen = {words, ""}
+        for candidate in self.cut(cell, words):
+            legal = self.make_legal(cell, candidate)
+            if legal not in seen:
+                seen.add(legal)
+                yield legal
