@@ -57,6 +57,7 @@ def split_experts(model: nn.Module, config: EngineConfig) -> tuple[nn.Module, di
         with torch.no_grad():
             for inner, param in renamed.items():
                 param.copy_(params[inner])
+                param.requires_grad_(params[inner].requires_grad)
         params = {
             inner: renamed.get(inner, param)
             for inner, param in params.items()

@@ -17,10 +17,14 @@ INTEGER_STEPS = OptimizerSpec(
 MOVED_BY_SIGNS = ("out.bias", "up.bias", "down.bias", "down.weight", "head.weight", "last.*", "moe.experts.*")
 
 # Without memory Adam divides a gradient by its absolute value, so that a step moves an element by the learning rate, an
-# integer, or by 0. The other parameters stand still and have a memory, by which the number of steps can be told.
+# integer, or by 0. The other parameters stand still and have a memory of gradients with a decay, by which the number of
+# steps can be told.
 SIGN_STEPS = OptimizerSpec(
     name="adam",
-    args={"lr": 0.0, "betas": (0.5, 0.75)},
-    groups=tuple(GroupSpec(pattern, {"lr": 1.0, "betas": (0.0, 0.0), "eps": 1e-30}) for pattern in MOVED_BY_SIGNS),
+    args={"lr": 0.0, "betas": (0.5, 0.75), "weight_decay": 0.5},
+    groups=tuple(
+        GroupSpec(pattern, {"lr": 1.0, "betas": (0.0, 0.0), "eps": 1e-30, "weight_decay": 0.0})
+        for pattern in MOVED_BY_SIGNS
+    ),
     schedule=(1.0, 2.0, 1.0, 2.0, 1.0, 2.0, 1.0, 2.0, 1.0),
 )

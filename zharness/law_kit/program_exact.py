@@ -99,8 +99,9 @@ class ExactProgramJudge(ProgramJudge):
         return self.ctx.rank_records("params", self.weights_version)[0] if self.weights_version else None
 
     def get_batches(self, verb: Verb, micro: int) -> list[Batch]:
-        """Return the micro-batch of each data coordinate."""
-        return [self.get_batch(verb, micro, at) for at in range(self.ctx.data_size)]
+        """Return the micro-batch of each data coordinate, whose inputs are a tensor."""
+        positional = replace(verb, marks=tuple(mark for mark in verb.marks if mark is not Mark.KEYWORD))
+        return [self.get_batch(positional, micro, at) for at in range(self.ctx.data_size)]
 
     def holds(self, bound: float) -> bool:
         """Return whether the cell's dtype holds every integer up to ``bound``, as it has to before the first step."""

@@ -169,20 +169,20 @@ CHANGING_TEMPLATES = {
 # step keeps old weights, which training.any_order-evaluated shows, so that there is none here.
 MESH_TEMPLATES = {
     "steps": ProgramTemplate(
-        ("v f:few b:unseen s", "f v b:other l s", "f b z", "idle", "e"),
+        ("v f:few,kw b:unseen s", "f v b:scale,other l s", "f:kw b z", "idle", "e"),
         INTEGERS,
         opening="v f b s",
         closing="v f b s v",
     ),
     "accumulated": ProgramTemplate(
-        ("n e n:few f b s", "n v f:few b s", "n z f b s"),
+        ("n e n:few f b s", "n v f:few b s", "n z f b s", "load"),
         INTEGERS,
         features=(Feature.NO_SYNC, CALLER_ACCUMULATION),
-        opening="f b s",
+        opening="f b s save",
         closing="v",
     ),
     "windows": ProgramTemplate(
-        ("f v b s e f:few b:unseen s", "n s v f b s", "load v"),
+        ("f v b s e f:few b:unseen,scale s", "n s v f b s", "load v"),
         INTEGERS,
         clip=0.5,
         window=2,
@@ -200,17 +200,19 @@ MESH_TEMPLATES = {
 }
 # DeepSpeed's gate takes no fewer than 4 tokens (min_capacity), as many as a whole micro-batch has.
 ROUTED_TEMPLATES = {
-    name: replace(template, phrases=tuple(phrase.replace(":few", "") for phrase in template.phrases))
+    name: replace(
+        template, phrases=tuple(phrase.replace(":few,", ":").replace(":few", "") for phrase in template.phrases)
+    )
     for name, template in MESH_TEMPLATES.items()
 }
 # For the model whose parameters are all in the plan of tp: torch clips no others together with these.
 CLIPPED_TEMPLATES = {
     "": ProgramTemplate(
-        ("n e f:few b s", "f b z", "f b v f:few b:unseen s"),
+        ("n e f:few b s", "f b z", "f b v f:few b:unseen s", "load"),
         INTEGERS,
         clip=0.5,
         features=(CALLER_ACCUMULATION, Feature.CLIP),
-        opening="f b s",
+        opening="f b s save",
         closing="f b s v",
     )
 }

@@ -35,6 +35,7 @@ MODELS = ("exact", "heads", "sequence", "routed")
 SPLIT_IN_PAIRS = ("heads", "routed")  # by columns and then by rows, without a gather between; and by experts
 MOMENTUM_SGD = OptimizerSpec(name="sgd", args={"lr": 1.0, "momentum": 0.5})
 CLIP = 1.0  # below every norm of these models
+ABOVE_THE_NORM, ABOVE = "limit_above_the_norm", 2.0**30
 
 
 def observe_step(ctx: RankContext, clip: float | None = None, model: nn.Module | None = None) -> None:
@@ -84,7 +85,12 @@ def hint_missing_sum(ctx: JudgeContext, comparison: Comparison, local: Sequence[
 
 def observe_norm(ctx: RankContext) -> None:
     """Make one step with clipping."""
-    observe_step(ctx, CLIP)
+    observe_step(ctx, get_limit(ctx.variant))
+
+
+def get_limit(variant: str) -> float:
+    """Return the norm to which a variant of ``mesh.norm`` clips."""
+    return ABOVE if variant == ABOVE_THE_NORM else CLIP
 
 
 def judge_norm(ctx: JudgeContext) -> Iterator[Comparison]:
@@ -94,7 +100,7 @@ def judge_norm(ctx: JudgeContext) -> Iterator[Comparison]:
         compare_bitwise(ctx.location("norm", Part.REDUCTION), scalar(1), reported), "the engine reports none"
     )
     grads = ctx.rank_records("grads")[0]
-    factor = yield from judge_clip_factor(ctx, "norm", 0, grads, CLIP)
+    factor = yield from judge_clip_factor(ctx, "norm", 0, grads, get_limit(ctx.variant))
     yield from judge_step(ctx, MOMENTUM_SGD, grads, RecordedStep(0, "masters"), factor)
     yield from compare_ranks_after_step(ctx, RecordedStep(1))
 
@@ -262,6 +268,7 @@ LAWS = (
         observe_norm,
         judge_norm,
         Feature.CLIP,
+        variants=(Variant(), Variant(ABOVE_THE_NORM)),
         kept_because="the only law of a norm over replicated and split gradients",
     ),
     mesh_law(

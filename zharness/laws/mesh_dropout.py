@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from zharness.engines.protocol import AccumulationOwner, Feature
+from zharness.engines.protocol import AccumulationOwner, Engine, Feature
 from zharness.law_kit.hints import add_hint
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Variant
 from zharness.law_kit.optimizers import ZERO_LR_SGD
+from zharness.law_kit.rank_actions import eval_mode, shared_folder
 from zharness.law_kit.rank_context import RankContext, scalar
 from zharness.laws.mesh import mesh_law
 from zharness.mesh import CONTEXT, TENSOR
@@ -26,6 +27,7 @@ from zharness.workload.exact_heads import DROPOUTS, Dropout, DroppedHeads, keep_
 
 RECOMPUTED, MASKS, WINDOW = "recomputed", "masks", "masks_in_a_window"
 MICRO_BATCHES = {"": 1, RECOMPUTED: 1, MASKS: 4, WINDOW: 4}  # of the law variants
+INTERRUPTED_AFTER = 1  # the number of the micro-batch that an evaluation and a load follow
 SEQUENCE_DIM = 1
 Masks = Mapping[str, Tensor]  # by the name of the dropout
 
@@ -34,7 +36,8 @@ def observe_dropout(ctx: RankContext) -> None:
     """Run backwards, and record all masks that each dropout drew, and the gradients of the first one.
 
     No step moves a weight: weights that grow would make the numbers of a later one infinite, and masks do not depend on
-    them. In the variant ``masks_in_a_window`` all micro-batches are of one window, which the engine accumulates.
+    them. In the variant ``masks_in_a_window`` all micro-batches are of one window, which the engine accumulates. In the
+    variant ``masks`` each is a step of its own. In both an evaluation follows the second one, and in ``masks`` a load.
     """
     model = cast(DroppedHeads, ctx.spec.model(ctx.seed))
     if ctx.variant == RECOMPUTED:
@@ -44,15 +47,26 @@ def observe_dropout(ctx: RankContext) -> None:
     engine = ctx.build_engine_around(model, optimizer=ZERO_LR_SGD, **window)
     for micro in range(count):
         ctx.train(engine, micro)
-        if is_window:
-            engine.step()
-            continue
-        if micro == 0:
+        if micro == 0 and not is_window:
             ctx.record("grads", engine.full_grads())
-        engine.zero_grad()
+        engine.step()
+        if not is_window:
+            engine.zero_grad()
+        if micro == INTERRUPTED_AFTER:
+            interrupt(ctx, engine, loads=not is_window and ctx.capabilities.refusal(Feature.CHECKPOINT) is None)
     drawn = {name: cast(Dropout, engine.module.get_submodule(name)).masks for name in DROPOUTS}
     ctx.record("masks", {name: torch.stack([read_local(mask) for mask in masks]) for name, masks in drawn.items()})
     engine.close()
+
+
+def interrupt(ctx: RankContext, engine: Engine, loads: bool) -> None:
+    """Run an evaluation, and if ``loads``, save the engine and load what was saved."""
+    with eval_mode(engine), torch.no_grad():
+        ctx.batch(INTERRUPTED_AFTER).feed(engine)
+    if loads:
+        with shared_folder() as folder:
+            engine.save(folder)
+            engine.load(folder)
 
 
 def read_local(mask: Any) -> Tensor:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from functools import partial
 
 import torch
+from torch import Tensor, nn
 
 from zharness.law_kit.integer_steps import SIGN_STEPS
 from zharness.law_kit.judge_context import JudgeContext
@@ -17,20 +21,46 @@ from zharness.law_kit.record_comparisons import compare_initial_weights
 from zharness.laws.mesh import mesh_law
 from zharness.parity import Comparison, Part, compare_bitwise
 from zharness.parity.certificate import bound_partial_sums
-from zharness.workload import Batch
+from zharness.workload import Batch, ModelSpec
 from zharness.workload.programs import Act
 
 ACTS = (Act.EVALUATION, Act.NO_GRAD, Act.INFERENCE)
+LONGER = Act.INFERENCE  # the forward of longer sequences
 TIMES = 2  # before and after a step
 # The micro-batches of a forward: more tokens go to an expert than 4, which is DeepSpeed's least capacity.
 JOINED = 4
+SEQUENCE_DIM, SEQUENCE_DIMS = 1, 3  # the axis of tokens, and the number of axes of inputs that have one
+# Added to biases behind matrices that are split, so that what ranks send in a forward is no number of bf16.
+LARGE = 257.0
+LARGE_BIASES = ("first.bias", "value.bias", "out.bias", "moe.experts.*.bias")
 MODELS = ("stepped_heads", "stepped_context", "routed")  # mesh.any_order_clipped evaluates stepped_sequence
 
 
-def join_batches(batches: Sequence[Batch]) -> Batch:
-    """Return the batch of all samples of micro-batches whose inputs and targets are tensors."""
+def enlarge(spec: ModelSpec) -> ModelSpec:
+    """Return the model with LARGE added to biases, but to their first element, by which a gate chooses experts."""
+    return replace(spec, build=partial(build_enlarged, spec.build))
+
+
+def build_enlarged(build: Callable[[], nn.Module]) -> nn.Module:
+    """Return the model that ``build`` returns, with larger biases."""
+    model = build()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if any(fnmatchcase(name, pattern) for pattern in LARGE_BIASES):
+                parameter[1:] += LARGE
+    return model
+
+
+def join_batches(batches: Sequence[Batch], act: Act) -> Batch:
+    """Return micro-batches as one of more samples, or of longer sequences if ``act`` says so and there are any."""
     inputs, targets = ([getattr(batch, part) for batch in batches] for part in ("inputs", "target"))
-    return Batch(torch.cat(inputs), torch.cat(targets))
+    dim = SEQUENCE_DIM if act is LONGER and inputs[0].dim() == SEQUENCE_DIMS else 0
+    return Batch(torch.cat(inputs, dim), torch.cat(targets, dim))
+
+
+def largest_output(output: Tensor, _batch: Batch) -> Tensor:
+    """Return an objective whose gradients are 0, so that a bound of its sums is one of the forward alone."""
+    return output.detach().max() + 0 * output.sum()
 
 
 def list_micro_batches(number: int) -> range:
@@ -40,7 +70,7 @@ def list_micro_batches(number: int) -> range:
 
 def observe_evaluation(ctx: RankContext) -> None:
     """Run forwards without gradients before and after a step, and record outputs and weights."""
-    engine = ctx.build_engine(optimizer=SIGN_STEPS)
+    engine = ctx.build_engine_around(enlarge(ctx.spec).model(ctx.seed), optimizer=SIGN_STEPS)
     for step in range(TIMES):
         if step:
             ctx.train(engine, 0)
@@ -48,7 +78,7 @@ def observe_evaluation(ctx: RankContext) -> None:
             engine.zero_grad()
         ctx.record_weights(engine, step)
         for number, act in enumerate(ACTS):
-            batch = join_batches([ctx.batch(micro) for micro in list_micro_batches(number)])
+            batch = join_batches([ctx.batch(micro) for micro in list_micro_batches(number)], act)
             with eval_mode(engine) if act in EVAL_MODE_ACTS else nullcontext(), get_grad_mode(act):
                 ctx.record(f"output {act.value}", {"output": batch.feed(engine)}, step)
     engine.close()
@@ -56,16 +86,17 @@ def observe_evaluation(ctx: RankContext) -> None:
 
 def judge_evaluation(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare outputs bitwise with those of plain PyTorch with the engine's weights, if no sum in them is rounded."""
+    ctx = replace(ctx, baseline=replace(ctx.baseline, spec=enlarge(ctx.baseline.spec)))
     yield from compare_initial_weights(ctx)
     for step in range(TIMES):
         weights = ctx.rank_records("params", step)[0] if step else None
         module = ctx.baseline.build_module(weights)
         for number, act in enumerate(ACTS):
             batches = [
-                join_batches([ctx.baseline.batch(at, micro) for micro in list_micro_batches(number)])
+                join_batches([ctx.baseline.batch(at, micro) for micro in list_micro_batches(number)], act)
                 for at in range(ctx.data_size)
             ]
-            bounds = [bound_partial_sums(ctx.baseline, each, ctx.baseline.objective, weights) for each in batches]
+            bounds = [bound_partial_sums(ctx.baseline, each, largest_output, weights) for each in batches]
             if not holds_sums(ctx, max(bounds), step):
                 continue
             module.train(act not in EVAL_MODE_ACTS)

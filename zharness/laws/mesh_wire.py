@@ -23,22 +23,35 @@ from zharness.law_kit.observed_collectives import (
     measure_parameters,
 )
 from zharness.law_kit.optimizers import UNIT_LR_SGD
+from zharness.law_kit.rank_actions import eval_mode
 from zharness.law_kit.rank_context import RankContext, scalar
 from zharness.mesh import CONTEXT, DATA_SHARD, REPLICATE, TENSOR
 from zharness.parity import Comparison, Part, Tier, compare_bitwise, compare_within_range
 
 SHARED_INPUT = ("query", "key", "value")  # an engine may send their input, and its gradient, once for all of them
 ACTIVATION_DIMS = 3  # of the models of this law; their parameters have one or two
+STEPS = range(2)
+EVALUATED = STEPS.stop  # the number of the micro-batch of an evaluation
 
 
 def observe_wire(ctx: RankContext) -> None:
-    """Make a step, and record how many elements this rank sent in each kind of message."""
+    """Make two steps and an evaluation, and record how many elements this rank sent in each kind of message."""
     engine = ctx.build_engine(optimizer=UNIT_LR_SGD)
-    with CollectiveObserver(ctx, ACTIVATION_DIMS) as observer:
-        ctx.train(engine, step=0)
-        engine.step()
-    ctx.record("sent", {sent.name: scalar(elements) for sent, elements in sorted(observer.elements.items())})
+    for step in STEPS:
+        with CollectiveObserver(ctx, ACTIVATION_DIMS) as observer:
+            ctx.train(engine, step)
+            engine.step()
+        record_sent(ctx, observer, step)
+        engine.zero_grad()
+    with CollectiveObserver(ctx, ACTIVATION_DIMS) as observer, eval_mode(engine), torch.no_grad():
+        ctx.loss(engine, EVALUATED)
+    record_sent(ctx, observer, EVALUATED)
     engine.close()
+
+
+def record_sent(ctx: RankContext, observer: CollectiveObserver, step: int) -> None:
+    """Record the elements that ``observer`` counted, by the name of their message."""
+    ctx.record("sent", {sent.name: scalar(elements) for sent, elements in sorted(observer.elements.items())}, step)
 
 
 def judge_wire(ctx: JudgeContext) -> Iterator[Comparison]:
@@ -52,18 +65,20 @@ def judge_wire(ctx: JudgeContext) -> Iterator[Comparison]:
     are sent along tp once in each direction for a layer of the plan, and along cp as ``range_of_exchanges`` says.
     Nothing else is sent along two axes at once.
     """
-    for rank, record in enumerate(ctx.rank_records("sent")):
-        sent = {Sent.parse(name): elements for name, elements in record.items()}
-        yield from judge_dtypes(ctx, rank, sent)
-        yield from judge_elements(ctx, rank, sent)
+    for step in (*STEPS, EVALUATED):
+        for rank, record in enumerate(ctx.rank_records("sent", step)):
+            sent = {Sent.parse(name): elements for name, elements in record.items()}
+            yield from judge_dtypes(ctx, rank, sent, step)
+            if step in STEPS:
+                yield from judge_elements(ctx, rank, sent, step)
 
 
-def judge_dtypes(ctx: JudgeContext, rank: int, sent: dict[Sent, Tensor]) -> Iterator[Comparison]:
+def judge_dtypes(ctx: JudgeContext, rank: int, sent: dict[Sent, Tensor], step: int) -> Iterator[Comparison]:
     """Check that no element was sent in another dtype than the policy's."""
     policy = {GRADIENTS: find_sent_dtype(ctx), WEIGHTS: ctx.dtype, ACTIVATIONS: ctx.dtype}
     for message, elements in sent.items():
         right = str(policy[message.content]).removeprefix("torch.")
-        place = ctx.location(f"{message.content} along {message.axes}", Part.REDUCTION, 0, rank)
+        place = ctx.location(f"{message.content} along {message.axes}", Part.REDUCTION, step, rank)
         expected = elements if message.dtype == right else scalar(0)
         yield add_hint(
             compare_bitwise(place, expected, elements), f"{message.content} are sent in {message.dtype}, not in {right}"
@@ -76,7 +91,7 @@ def find_sent_dtype(ctx: JudgeContext) -> torch.dtype:
     return DTYPES[sent.value] if sent else ctx.reduce_dtype
 
 
-def judge_elements(ctx: JudgeContext, rank: int, sent: dict[Sent, Tensor]) -> Iterator[Comparison]:
+def judge_elements(ctx: JudgeContext, rank: int, sent: dict[Sent, Tensor], step: int) -> Iterator[Comparison]:
     """Compare the elements along each axis with the formula."""
     shape = ctx.mesh.shape(ctx.world_size)
     shards, copies = shape[DATA_SHARD] * shape[CONTEXT], shape[REPLICATE]
@@ -97,7 +112,7 @@ def judge_elements(ctx: JudgeContext, rank: int, sent: dict[Sent, Tensor]) -> It
     for content, axis in (*ranges, *sorted(sent_pairs - set(ranges))):
         least, most = ranges.get((content, axis), (0, 0))
         along = (float(n) for message, n in sent.items() if (message.content, message.axes) == (content, axis))
-        place = ctx.location(f"elements of {content} along {axis}", Part.REDUCTION, 0, rank)
+        place = ctx.location(f"elements of {content} along {axis}", Part.REDUCTION, step, rank)
         yield compare_within_range(place, scalar(least), scalar(sum(along)), scalar(most))
 
 

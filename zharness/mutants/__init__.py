@@ -42,6 +42,7 @@ from zharness.mutants import (  # noqa: F401 - each module registers its mutants
     memory,
     mesh,
     mesh_buffers,
+    mesh_conditions,
     mesh_context,
     mesh_context_laws,
     mesh_context_norms,

@@ -134,7 +134,7 @@ def keep_everything(activations: Tensor) -> Tensor:
 
 
 class Dropout(nn.Module):
-    """Dropout with probability 1/2 that keeps the masks that ``draw`` returned, in the order of its calls."""
+    """Dropout with probability 1/2 that keeps the masks of forwards in training mode, in the order of its calls."""
 
     def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -142,6 +142,8 @@ class Dropout(nn.Module):
         self.masks: list[Tensor] = []
 
     def forward(self, activations: Tensor) -> Tensor:
+        if not self.training:
+            return activations
         mask = self.draw(activations)
         self.masks.append(mask.detach())
         return activations * mask
