@@ -13,6 +13,7 @@ import torch.distributed as dist
 from suites.mesh.cells import check_cell, find_refusal, start_runner
 from zharness.cell import Cell
 from zharness.engines import deepspeed
+from zharness.engines.deepspeed_capabilities import STAND_INS_ON_CP
 from zharness.engines.deepspeed_sequence import draw_for_part
 from zharness.engines.protocol import EngineConfig
 from zharness.errors import ConfigError
@@ -23,6 +24,7 @@ from zharness.run import PlannedCell, Runner, Verdict
 from zharness.run.mesh_claims import explain_unclaimed_mesh
 from zharness.workload import model_spec
 from zharness.workload.generators import fork_seeded_generators
+from zharness.workload.stand_ins import CONTEXT_CLASSES
 
 pytest.importorskip("deepspeed")
 
@@ -148,6 +150,13 @@ def test_models_of_attention_stand_in_for_others_on_cp_alone() -> None:
     assert "no attention" in find_refusal("training.grads[deepspeed-zero0-w2.cp2-fp32-mlp]")
 
 
+def test_stand_ins_are_refused_where_every_gradient_is_divided_by_the_parts() -> None:
+    assert set(STAND_INS_ON_CP) == {f"{name}_context" for name in CONTEXT_CLASSES}
+    assert find_refusal("checkpointing.block[deepspeed-zero2-w2.cp2-fp32-blocks_context-reentrant]") == ""
+    reason = find_refusal("checkpointing.block[deepspeed-zero3-w2.cp2-fp32-blocks_context-reentrant]")
+    assert "stage 3 divides every gradient by the ranks of a sequence" in reason
+
+
 @pytest.mark.world_size(2)
 def test_each_rank_runs_its_part_and_has_the_whole_output(rank: int) -> None:
     spec = model_spec("context")
@@ -159,6 +168,12 @@ def test_each_rank_runs_its_part_and_has_the_whole_output(rank: int) -> None:
     output = engine(batch.inputs)
     assert torch.equal(seen[0], batch.inputs[:, 2 * rank : 2 * rank + 2])
     assert torch.equal(output, whole)
+    leaf, plain = (batch.inputs.clone().requires_grad_() for _ in range(2))
+    engine.backward(engine(leaf).sum())
+    spec.model(0)(plain).sum().backward()
+    assert leaf.grad is not None
+    assert plain.grad is not None
+    assert torch.equal(leaf.grad, plain.grad), "every rank has the gradient of the whole input"
     engine.close()
     assert torch.equal(spec.model(0)(batch.inputs), model(batch.inputs)), "the model has its own attention back"
     dist.barrier()

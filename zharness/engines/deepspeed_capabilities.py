@@ -57,10 +57,34 @@ _REFUSED_AT_EVERY_STAGE: dict[Feature, str] = {
     Feature.RESOURCES: "it does not count its memory by parameters, gradients and optimizer state",
     Feature.TRAFFIC: "it does not count gathered bytes, nor does its comms_logger count the bytes that a rank sends",
 }
-REFUSES_ON_EP: dict[Feature, str] = dict.fromkeys(
-    (Feature.EDITS, Feature.READ_OUT, Feature.WRITE_IN, Feature.SHARD_ACCESS),
-    "a rank has its own experts, and no parameter of the name of another rank's",
-)
+_TRANSFORMS = (Feature.TORCH_FUNC, Feature.TRANSFORMS)
+REFUSES_ON_EP: dict[Feature, str] = {
+    **dict.fromkeys(
+        (Feature.EDITS, Feature.READ_OUT, Feature.WRITE_IN, Feature.SHARD_ACCESS),
+        "a rank has its own experts, and no parameter of the name of another rank's",
+    ),
+    **dict.fromkeys(
+        _TRANSFORMS,
+        "the autograd.Function of its all-to-all (moe/sharded_moe.py, _AllToAll) has no setup_context, without which "
+        "torch.func raises",
+    ),
+}
+REFUSES_ON_CP: dict[Feature, str] = {
+    **dict.fromkeys(
+        _TRANSFORMS,
+        "the autograd.Function of its all-to-all (sequence/layer.py, _SeqAllToAll) has no setup_context, without which "
+        "torch.func raises",
+    ),
+    **dict.fromkeys(
+        (Feature.OUTSIDE_FORWARD, Feature.SUBMODULES),
+        "gradients are summed over the ranks of a sequence, each of which has the whole gradient of what a loss "
+        "computes from weights itself",
+    ),
+    Feature.WINDOW_READ_OUT: "inside a window each rank has the gradient of its own part of a sequence",
+}
+# Each cell of these models would show the factor once more that `context` and `random_context` show.
+STAND_INS_ON_CP = tuple(f"{name}_context" for name in ("blocks", "changing", "experts", "gated", "odd", "similar"))
+_DIVIDES_BY_PARTS = "stage 3 divides every gradient by the ranks of a sequence too, as the model context shows"
 _REFUSED_AT_STAGE: dict[int, dict[Feature, str]] = {
     0: {
         Feature.READ_OUT: _NO_ACCESS_AT_STAGE_0,
@@ -98,7 +122,7 @@ CAPABILITIES = Capabilities(
         CONTEXT: "its sequences, AutoTP and experts are each split over neighbouring ranks, so that two of them would "
         "have the same groups, and AutoTP replaces the mpu of sequences by its own"
     },
-    refuses_on={TENSOR: REFUSES_ON_TP, EXPERT: REFUSES_ON_EP},
+    refuses_on={TENSOR: REFUSES_ON_TP, EXPERT: REFUSES_ON_EP, CONTEXT: REFUSES_ON_CP},
     # _configure_moe_settings asserts reduce_scatter, and contiguous gradients at stage 2.
     options_not_on={
         EXPERT: frozenset(
@@ -116,7 +140,8 @@ def capabilities_at(stage: int) -> Capabilities:
     """Return CAPABILITIES with the features that the newest DeepSpeed refuses at ``stage``, and its options there."""
     refuses = {**_REFUSED_AT_EVERY_STAGE, **_REFUSED_AT_STAGE.get(stage, {})}
     axes = CAPABILITIES.mesh_axes - ({EXPERT} if stage == 3 else set())  # 'Native DeepSpeed MoE is not supported' there
-    return replace(CAPABILITIES, refuses=refuses, variants=options_at(stage), mesh_axes=axes)
+    stand_ins = dict.fromkeys(STAND_INS_ON_CP, _DIVIDES_BY_PARTS) if stage == 3 else {}
+    return replace(CAPABILITIES, refuses=refuses, variants=options_at(stage), mesh_axes=axes, refuses_models=stand_ins)
 
 
 def capabilities_of_release(stage: int, release: str) -> Capabilities:

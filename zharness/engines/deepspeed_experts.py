@@ -56,8 +56,7 @@ def split_experts(model: nn.Module, config: EngineConfig) -> tuple[nn.Module, di
             renamed |= {f"{prefix}.{inner}": param for inner, param in expert.named_parameters()}
         with torch.no_grad():
             for inner, param in renamed.items():
-                param.copy_(params[inner])
-                param.requires_grad_(params[inner].requires_grad)
+                param.copy_(params[inner]).requires_grad_(params[inner].requires_grad)
         params = {
             inner: renamed.get(inner, param)
             for inner, param in params.items()
@@ -69,7 +68,7 @@ def split_experts(model: nn.Module, config: EngineConfig) -> tuple[nn.Module, di
 
 
 def build_moe(layer: Any, size: int) -> Any:
-    """Return DeepSpeed's MoE for a layer of experts, which drops no token and draws no random number.
+    """Return DeepSpeed's MoE for a layer of experts, which drops no token, draws no random number and takes few tokens.
 
     Its new gate draws weights, which those of the layer replace, so that the generator's state is restored.
     """
@@ -80,6 +79,7 @@ def build_moe(layer: Any, size: int) -> Any:
             copy.deepcopy(layer.experts[0]),
             num_experts=len(layer.experts),
             ep_size=size,
+            min_capacity=0,
             drop_tokens=False,
             use_rts=False,
         )

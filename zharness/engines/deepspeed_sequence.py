@@ -21,6 +21,7 @@ from zharness.engines.protocol import EngineConfig
 from zharness.errors import ConfigError
 from zharness.mesh import CONTEXT
 from zharness.workload.generators import fork_seeded_generators, have_drawn_since, read_generator_states
+from zharness.workload.nested_tensors import map_tensors
 
 SEQUENCE_DIM = 1  # of inputs, outputs, queries, keys and values; the first dimension is that of samples
 HEADS_DIM = 2  # of queries, keys and values
@@ -57,7 +58,27 @@ class JoinParts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         """Return this rank's part of the gradient."""
-        return take_part(grads[0], ctx.group), None
+        part: Tensor = TakePart.apply(grads[0], ctx.group)  # type: ignore[no-untyped-call]
+        return part, None
+
+
+class TakePart(torch.autograd.Function):
+    """Take this rank's part of a sequence. Every rank gets the gradient of the whole of it.
+
+    Attention sends back to each part what the others' outputs owe to it, so that the parts' gradients are joined.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, group: Any) -> Tensor:
+        """Return this rank's part."""
+        ctx.group = group
+        return take_part(whole, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """Return the gradients of all parts."""
+        whole: Tensor = JoinParts.apply(grads[0], ctx.group)  # type: ignore[no-untyped-call]
+        return whole, None
 
 
 def take_part(whole: Tensor, group: Any) -> Tensor:
@@ -107,7 +128,7 @@ class SequenceParts:
         named = {name: self._split(each) for name, each in kwargs.items()}
         with draw_for_part(dist.get_rank(self.group)):
             output = forward(*parts, **named)
-        return self.join(output, self.group)
+        return map_tensors(output, lambda part: self.join(part, self.group) if part.dim() > SEQUENCE_DIM else part)
 
     def restore_attention(self) -> None:
         """Give the model its own attention back, which needs no other ranks."""
@@ -115,7 +136,7 @@ class SequenceParts:
             replace_module(self.model, name, attention)
 
     def _split(self, value: Any) -> Any:
-        return take_part(value, self.group) if isinstance(value, Tensor) else value
+        return TakePart.apply(value, self.group) if isinstance(value, Tensor) else value  # type: ignore[no-untyped-call]
 
 
 def split_sequences(model: nn.Module, config: EngineConfig) -> tuple[SequenceParts | None, Any]:

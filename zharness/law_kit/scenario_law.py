@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zharness.engines.protocol import Feature
-from zharness.law_kit.law import Law, Variant
+from zharness.law_kit.law import Law, MeshSupport, Variant
 from zharness.law_kit.law_steps import LawSteps, StepsKind
 from zharness.law_kit.scenario_judge import make_scenario_judge
 from zharness.law_kit.scenarios import Scenario, make_scenario_observer
@@ -21,6 +21,7 @@ def scenario_law(
     features: tuple[Feature, ...],
     models: tuple[str, ...] = ("blocks",),
     variants: tuple[Variant, ...] = (Variant(),),
+    mesh_support: MeshSupport = MeshSupport.ANY,
 ) -> Law:
     """Build the law of ``scenario``. The law has the name of the scenario's script."""
     return Law(
@@ -36,4 +37,5 @@ def scenario_law(
         dtypes=("fp32",),  # its models mix dtypes of their own, and their sums need more bits than a narrow dtype has
         steps=LawSteps(scenario.script, StepsKind.SCENARIO, scenario),
         setting_support=scenario.setting_support,
+        mesh_support=mesh_support,
     )

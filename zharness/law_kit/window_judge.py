@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from zharness.errors import RoundedScenarioError
-from zharness.law_kit.clipping import NO_CLIPPING, judge_clip_factor
+from zharness.law_kit.clipped_step import hint_other_norm
+from zharness.law_kit.clipping import NO_CLIPPING, ClipFactor, judge_clip_factor
 from zharness.law_kit.hints import add_hint, hint_became_nan, hint_unmoved
 from zharness.law_kit.judge_context import BoundedGrads, JudgeContext
 from zharness.law_kit.record_comparisons import mix_old_weights
@@ -142,7 +143,7 @@ def judge_windows(ctx: JudgeContext, scenario: WindowScenario, suffix: str = "")
         is_plain = scenario.clip is None and not scenario.momentum and not scenario.weight_decay
         for found in compare_weights(ctx, f"params{suffix}", window, updates, result):
             if found.mismatch is None or not is_plain:
-                yield found
+                yield hint_norm_of_window(ctx, found, scenario, grads, f"params{suffix}", window, result)
                 continue
             hinted = hint_wrong_script(ctx, found, scenario, narrow, f"params{suffix}", is_exact)
             yield hint_old_weights(ctx, hinted, scenario, narrow, f"params{suffix}", result) if window else hinted
@@ -270,6 +271,29 @@ def add_multiple(tensor: BoundedTensor, factor: int, other: BoundedTensor) -> Bo
     if not torch.equal(value.to(tensor.dtype).double(), value):
         raise RoundedScenarioError("the scenario is not exact: the optimizer rounds an update")
     return BoundedTensor(value, tensor.error, tensor.dtype)
+
+
+def hint_norm_of_window(
+    ctx: JudgeContext,
+    comparison: Comparison,
+    scenario: WindowScenario,
+    grads: BoundedGrads,
+    label: str,
+    window: int,
+    result: WindowResult,
+) -> Comparison:
+    """Add to a mismatch of a clipped window the wrong norm by which clipping explains it, if the step has no memory."""
+    if scenario.clip is None or scenario.momentum or comparison.mismatch is None:
+        return comparison
+    before = ctx.rank_records(label, window)[0]
+
+    def judge(factor: ClipFactor) -> Iterator[Comparison]:
+        """Compare the weights with those of a step that clipped by ``factor``."""
+        clipped = {name: factor.apply_to(grad) for name, grad in grads.items()}
+        return compare_weights(ctx, label, window, compute_updates(scenario, clipped, before, {}), result)
+
+    means = {name: grad.value.to(ctx.dtype) for name, grad in grads.items()}
+    return hint_other_norm(ctx, comparison, means, scenario.clip, judge)
 
 
 def compare_weights(

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import backward, grad
 
 from zharness.engines.protocol import Feature
-from zharness.law_kit.law import Law
+from zharness.law_kit.law import Law, MeshSupport
 from zharness.law_kit.raising_backward import backward_raises, run_with_raising_backward
 from zharness.law_kit.scenario_law import BACKWARD_FEATURES, scenario_law
 from zharness.law_kit.scenarios import NamedTensors, Participant, Scenario, ScenarioScript
@@ -180,6 +180,7 @@ def backward_law(
     engines: int = 1,
     accumulation: int = 1,
     models: tuple[str, ...] = ("blocks",),
+    mesh_support: MeshSupport = MeshSupport.ANY,
 ) -> Law:
     """Build the law of one scenario. The law requires ``features`` in addition to the features of the group."""
     scenario = Scenario(script, engines, accumulation)
@@ -190,6 +191,7 @@ def backward_law(
         kept_because=kept_because,
         features=(*BACKWARD_FEATURES, *features),
         models=models,
+        mesh_support=mesh_support,
     )
 
 
@@ -233,6 +235,7 @@ LAWS = (
         Feature.TENSOR_BACKWARD,
         Feature.RETAIN_GRAPH,
         kept_because="the only loss that does not depend on the output: engines that hook outputs miss it",
+        mesh_support=MeshSupport.WHOLE_INPUTS,
     ),
     backward_law(
         without_grad,
@@ -269,6 +272,7 @@ LAWS = (
         backward_in_forward,
         "an autograd.Function that runs a backward within its forward does not disturb the caller's own backward",
         kept_because="the only graph task within a forward, as in tiled losses",
+        mesh_support=MeshSupport.WHOLE_INPUTS,
     ),
     backward_law(
         abort_and_retry,

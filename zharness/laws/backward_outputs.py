@@ -81,10 +81,10 @@ def outputs(participant: Participant) -> None:
 
 # How a model may return several tensors that one autograd node made. Each has half of the output's columns.
 SHARED_OUTPUTS: Mapping[str, Pack] = {
-    "chunk": lambda output, extra: output.chunk(2, dim=1),
-    "split": lambda output, extra: torch.split(output, [8, 8], dim=1),
-    "unbind": lambda output, extra: output.view(-1, 2, 8).unbind(dim=1),
-    "views": lambda output, extra: (output[:, :8], output[:, 8:]),
+    "chunk": lambda output, extra: output.chunk(2, dim=-1),
+    "split": lambda output, extra: torch.split(output, [8, 8], dim=-1),
+    "unbind": lambda output, extra: output.view(*output.shape[:-1], 2, 8).unbind(dim=-2),
+    "views": lambda output, extra: (output[..., :8], output[..., 8:]),
     "same_tensor": lambda output, extra: (output, output),
 }
 ONE_OF = "one_of_"
@@ -94,7 +94,7 @@ def shared_grad_fn(participant: Participant) -> None:
     """Train with two outputs of one autograd node. The loss uses both or, in half of the law variants, one output."""
     pack = SHARED_OUTPUTS[participant.variant.removeprefix(ONE_OF)]
     parts = participant.call(participant.inputs(), pack=pack)
-    target = participant.get_batch(0).target[:, : parts[0].shape[1]]
+    target = participant.get_batch(0).target[..., : parts[0].shape[-1]]
     used = parts[1:] if participant.variant.startswith(ONE_OF) else parts
     loss = sum((number + 1) * (part * target).sum() for number, part in enumerate(used))
     assert isinstance(loss, Tensor)

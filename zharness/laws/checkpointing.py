@@ -15,7 +15,7 @@ from torch.autograd import backward
 from torch.utils.checkpoint import checkpoint
 
 from zharness.engines.protocol import Feature
-from zharness.law_kit.law import Law, Variant
+from zharness.law_kit.law import Law, MeshSupport, Variant
 from zharness.law_kit.raising_backward import DeliberateError
 from zharness.law_kit.scenario_law import scenario_law
 from zharness.law_kit.scenarios import NamedTensors, Participant, Scenario, ScenarioScript
@@ -170,6 +170,7 @@ def checkpointing_law(
     *features: Feature,
     kept_because: str,
     variants: tuple[str, ...] = (REENTRANT, NON_REENTRANT),
+    mesh_support: MeshSupport = MeshSupport.ANY,
 ) -> Law:
     """Build the law of one scenario, with a law variant for each kind of checkpointing."""
     return scenario_law(
@@ -179,6 +180,7 @@ def checkpointing_law(
         kept_because=kept_because,
         features=(Feature.RECOMPUTATION, *features),
         variants=tuple(map(Variant, variants)),
+        mesh_support=mesh_support,
     )
 
 
@@ -236,5 +238,6 @@ LAWS = (
         dropout,
         "a recomputation draws the random numbers that its forward drew",
         kept_because="the only recomputation that draws random numbers",
+        mesh_support=MeshSupport.WHOLE_INPUTS,
     ),
 )

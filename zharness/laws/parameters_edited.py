@@ -23,7 +23,7 @@ from zharness.law_kit.optimizers import ADAMW
 from zharness.law_kit.rank_actions import eval_mode
 from zharness.law_kit.rank_context import RankContext, scalar
 from zharness.laws.access.common import new_values
-from zharness.mesh import TENSOR, Mesh
+from zharness.mesh import CONTEXT, TENSOR, Mesh
 from zharness.parity import Comparison, Part, Tier, compare_bitwise, compare_ranks
 
 BEFORE_STEP = "before_step"  # the edit is between backward and step
@@ -159,7 +159,7 @@ def observe_edited_in_place(ctx: RankContext) -> None:
 
 def choose_optimizer(mesh: Mesh) -> OptimizerSpec:
     """Return AdamW, or an optimizer of exact steps on the axis tp, where the forward after the edit sums in parts."""
-    return EXACT_STEPS if TENSOR in mesh.axes else ADAMW
+    return EXACT_STEPS if {TENSOR, CONTEXT} & set(mesh.axes) else ADAMW
 
 
 def train(ctx: RankContext, engine: Engine, step: int) -> None:

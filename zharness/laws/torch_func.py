@@ -12,7 +12,7 @@ from torch.autograd import backward
 from zharness.engines.protocol import AccumulationOwner, Engine, Feature
 from zharness.law_kit.construction import is_dtensor
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.law import Law, MeshSupport
+from zharness.law_kit.law import Law
 from zharness.law_kit.law_steps import LawSteps, StepsKind
 from zharness.law_kit.optimizers import ZERO_LR_SGD
 from zharness.law_kit.rank_context import RankContext
@@ -286,7 +286,6 @@ def transform_law(
         kept_because=kept_because,
         features=features,
         steps=LawSteps(transform, StepsKind.TRANSFORM),
-        mesh_support=MeshSupport.OWN_MODELS,
     )
 
 

@@ -53,6 +53,7 @@ from zharness.mutants import (  # noqa: F401 - each module registers its mutants
     mesh_norms,
     mesh_not_finite,
     mesh_programs,
+    mesh_stand_ins,
     mesh_state,
     mesh_token_loss,
     mesh_windows,

@@ -20,14 +20,16 @@ def needs_mesh(law: Law) -> bool:
 
 
 def applies_to_model(law: Law, model: str, mesh: Mesh) -> bool:
-    """Return whether ``law`` names ``model`` of the workload, or the one that ``model`` stands in for on ep or cp.
+    """Return whether ``law`` names ``model`` of the workload, or the one that ``model`` stands in for on ``mesh``.
 
     Only attention needs a whole sequence, and only a layer of experts is split over ep. Few models have either, so that
     the others could show nothing there. A calibrated law has to check first that rounding chooses no other expert,
     which those do that name a model of experts.
     """
-    stands_in = CONTEXT in mesh.axes or (EXPERT in mesh.axes and not law.is_calibrated)
-    return model in law.models or (stands_in and model_spec(model).stands_in_for in law.models)
+    spec = model_spec(model)
+    is_split = TENSOR in mesh.axes and bool(spec.tp_plan)
+    stands_in = is_split or CONTEXT in mesh.axes or (EXPERT in mesh.axes and not law.is_calibrated)
+    return model in law.models or (stands_in and spec.stands_in_for in law.models)
 
 
 def explain_missing_plan(model: str, mesh: Mesh) -> str:
@@ -146,6 +148,8 @@ def reason_mesh_not_stated(law: Law, cell: Cell, capabilities: Capabilities) -> 
         return f"{law.name} needs a mesh (--mesh): {law.mesh_support.value}"
     excludes = {
         MeshSupport.OWN_MODELS: bool({CONTEXT, EXPERT} & set(cell.mesh.axes)),
+        MeshSupport.WHOLE_INPUTS: CONTEXT in cell.mesh.axes,
+        MeshSupport.FINITE_EXPERTS: EXPERT in cell.mesh.axes,
         MeshSupport.SMALLER_WORLDS: cell.mesh.smallest_world == cell.world_size,
     }
     if excludes.get(law.mesh_support):

@@ -147,6 +147,7 @@ MODELS: tuple[tuple[Any, Mapping[str, Any]], ...] = (
         {
             "name": "context",
             "summary": "an exact block of causal attention, whose sequence cp splits",
+            **SPLIT,
             "build": ExactContext,
             "loss": token_loss,
             "exact": True,
@@ -158,6 +159,7 @@ MODELS: tuple[tuple[Any, Mapping[str, Any]], ...] = (
         {
             "name": "stepped_context",
             "summary": "the model context with one number in a row of a weight, for programs of many steps",
+            **SPLIT,
             "build": SteppedContext,
             "loss": token_loss,
             "exact": True,
@@ -168,6 +170,7 @@ MODELS: tuple[tuple[Any, Mapping[str, Any]], ...] = (
         {
             "name": "dropped_context",
             "summary": "the model context with dropout of activations that cp splits along the sequence",
+            **SPLIT,
             "build": DroppedContext,
             "loss": token_loss,
             "exact": True,
@@ -179,6 +182,7 @@ MODELS: tuple[tuple[Any, Mapping[str, Any]], ...] = (
         {
             "name": "context_tokens",
             "summary": "the model context with a sharp cross-entropy over its tokens",
+            **SPLIT,
             "build": ContextTokens,
             "loss": mean_cross_entropy,
             "exact": True,
@@ -190,6 +194,7 @@ MODELS: tuple[tuple[Any, Mapping[str, Any]], ...] = (
         {
             "name": "random_context",
             "summary": "causal attention with a softmax and random weights, whose sequence cp splits",
+            **SPLIT,
             "build": RandomContext,
             "loss": nn.functional.mse_loss,
             "stands_in_for": "mlp",

@@ -204,7 +204,7 @@ class SimilarLayersModel(nn.Module):
 
     One parameter is tied, one is frozen, and two are tiny.
 
-    The model maps (batch, 3 x ``inputs``) to (batch, ``outputs``). An engine that reads the wrong parameter of the same
+    The model maps (..., 3 x ``inputs``) to (..., ``outputs``). An engine that reads the wrong parameter of the same
     shape returns wrong values. The parameter ``factor`` has ``tiny`` elements; a parameter of one element is owned by
     at most one rank. The parameter ``shift`` has ``short`` elements; two ranks own two and one of three. The forward's
     argument ``with_third`` says whether the forward uses the layer ``third``.
@@ -227,7 +227,7 @@ class SimilarLayersModel(nn.Module):
                 parameter.view(-1)[0] = index + 1.0
 
     def forward(self, x: Tensor, with_third: bool = True) -> Tensor:
-        left, middle, right = torch.split(x[:, : 3 * self.inputs], self.inputs, dim=1)
+        left, middle, right = torch.split(x[..., : 3 * self.inputs], self.inputs, dim=-1)
         output: Tensor = self.first(left) + 2 * self.second(middle) + self.tied(right)
         output = output + self.frozen(left * self.shift.sum())
         if with_third:

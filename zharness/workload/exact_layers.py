@@ -74,18 +74,23 @@ class EmptyLastModel(nn.Module):
         return output + cast(Tensor, self.empty[0]).sum()
 
 
-# The summary and the class of each model of this file, by name.
-LAYERS_MODELS: Mapping[str, tuple[str, Callable[[], nn.Module]]] = {
+ADAPTED_PLAN = {"first": "colwise_gather_output", "last": "rowwise_split_input"}  # the adapters stay whole
+
+# The summary, the class and the plan for tp of each model of this file, by name.
+LAYERS_MODELS: Mapping[str, tuple[str, Callable[[], nn.Module], Mapping[str, str]]] = {
     "mapped": (
         "the model blocks with a layer that maps itself over the samples by torch.func.vmap",
         MappedBlocksModel,
+        {},
     ),
     "adapted": (
         "an exact model of frozen weights in bf16 with trained biases and low-rank adapters in fp32",
         AdaptedModel,
+        ADAPTED_PLAN,
     ),
     "empty_last": (
         "an exact model whose last parameter has no elements, behind elements that 1 to 4 ranks divide",
         EmptyLastModel,
+        {},
     ),
 }

@@ -26,6 +26,7 @@ from zharness.workload import (
     mixed_precision,
     nets,
     random_routed,
+    stand_ins,
 )
 from zharness.workload.generators import draw_on_cpu, fork_seeded_generators
 from zharness.workload.nested_tensors import collect_tensors, map_tensors
@@ -229,8 +230,9 @@ MODELS: dict[str, ModelSpec] = {
                 batch=_draw_ternary_batch,
                 loss=exact_mlp.linear_loss,
                 exact=True,
+                tp_plan=plan,
             )
-            for name, (summary, build) in exact_layers.LAYERS_MODELS.items()
+            for name, (summary, build, plan) in exact_layers.LAYERS_MODELS.items()
         ),
         *(
             ModelSpec(
@@ -339,17 +341,16 @@ MODELS: dict[str, ModelSpec] = {
             loss=_mse,
             pp_plan=exact_chain.PIPELINE_PLAN,
         ),
-        *(ModelSpec(batch=partial(_draw_parts, draw), **fields) for draw, fields in random_routed.EXPERT_MODELS),
         *(
-            ModelSpec(batch=partial(_draw_parts, draw), **causal_attention.SPLIT, **fields)
-            for draw, fields in causal_attention.MODELS
+            ModelSpec(batch=partial(_draw_parts, draw), **fields)
+            for draw, fields in (*random_routed.EXPERT_MODELS, *causal_attention.MODELS, *stand_ins.MODELS)
         ),
         ModelSpec(
-            name="lookup",
-            summary="an exact model of a table with a sparse gradient, which looks up some rows several times",
-            build=exact_blocks.LookupModel,
-            batch=_draw_ternary_batch,
-            loss=exact_mlp.linear_loss,
+            "lookup",
+            "an exact model of a table with a sparse gradient, which looks up some rows several times",
+            exact_blocks.LookupModel,
+            _draw_ternary_batch,
+            exact_mlp.linear_loss,
             exact=True,
         ),
         ModelSpec(

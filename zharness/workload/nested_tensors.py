@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 def map_tensors(nested: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """Return a copy of ``nested`` in which every tensor is replaced by ``function(tensor)``.
 
-    ``nested`` may contain mappings, tuples and lists; values that are not tensors are kept.
+    ``nested`` may contain mappings, tuples, lists and dataclasses; values that are not tensors are kept.
     """
     if isinstance(nested, Tensor):
         return function(nested)
@@ -20,6 +21,10 @@ def map_tensors(nested: Any, function: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(nested, (tuple, list)):
         parts = [map_tensors(value, function) for value in nested]
         return type(nested)(*parts) if hasattr(nested, "_fields") else type(nested)(parts)
+    if is_dataclass(nested) and not isinstance(nested, type):
+        return replace(
+            nested, **{each.name: map_tensors(getattr(nested, each.name), function) for each in fields(nested)}
+        )
     return nested
 
 

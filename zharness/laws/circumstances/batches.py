@@ -14,6 +14,7 @@ from zharness.workload import Batch
 from zharness.workload.models import SAMPLES
 
 WINDOWS = 3
+ROW_DIMS = 2  # of inputs whose samples are rows
 ORDERS = ((0, 1, 2), (2, 0, 1), (1, 1, 0, 2))  # of the experts; the last order uses one of them twice
 
 
@@ -37,9 +38,12 @@ def select_no_rows_on_rank_0(batch: Batch, rank: int, window: int, micro: int) -
 def select_sequence(batch: Batch, rank: int, window: int, micro: int) -> tuple[Tensor, Tensor]:
     """Return one sequence of several rows, of shape (1, rows, features).
 
-    The number of rows differs between accumulation windows.
+    The number of rows differs between accumulation windows. Of inputs that are sequences some have half of the tokens.
     """
     rows = count_rows(rank, window, micro)
+    if batch.inputs.dim() > ROW_DIMS:
+        tokens = batch.inputs.shape[1] // (1 + rows % 2)
+        return batch.inputs[:1, :tokens], batch.target[:1, :tokens]
     return batch.inputs[None, :rows], batch.target[None, :rows]
 
 

@@ -12,7 +12,7 @@ from zharness.engines.protocol import Engine, Feature
 from zharness.law_kit.clipping import compute_clip_factor
 from zharness.law_kit.hints import hint_became_nan
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.law import Law, Variant
+from zharness.law_kit.law import Law, MeshSupport, Variant
 from zharness.law_kit.optimizers import UNIT_LR_SGD
 from zharness.law_kit.rank_actions import shared_folder
 from zharness.law_kit.rank_context import RankContext, scalar
@@ -156,6 +156,7 @@ LAWS = (
             for suffix in ("", CLIPPED)
         ),
         dtypes=("fp32",),
+        mesh_support=MeshSupport.FINITE_EXPERTS,
         kept_because="the only steps whose gradients are not finite in fp32",
     ),
 )

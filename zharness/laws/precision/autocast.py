@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -157,7 +156,7 @@ def judge_transformed(ctx: JudgeContext) -> Iterator[Comparison]:
             return output
 
     for rank, record in enumerate(ctx.rank_records(TRANSFORMED)):
-        expected = transform(call, ctx.baseline.spec, ctx.baseline.batch(rank, 0))
+        expected = transform(call, ctx.baseline.spec, ctx.baseline.batch(ctx.data_coordinate(rank), 0))
         for name, part in (("output", Part.FORWARD), ("input", Part.LOCAL_GRADIENT)):
             yield from compare_values_and_dtypes(ctx, name, part, expected[name].detach(), record[name], rank)
 
@@ -227,7 +226,7 @@ def judge_nested(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare outputs and their dtypes with bf16 autocast, and check that an exception changed no global setting."""
     for rank in range(ctx.world_size):
         with torch.autocast(compute_device_type(), LOW_DTYPE):
-            expected = ctx.baseline.build_module()(ctx.baseline.batch(rank, 0).inputs).detach()
+            expected = ctx.baseline.build_module()(ctx.baseline.batch(ctx.data_coordinate(rank), 0).inputs).detach()
         for label in ("other", "off", "alone"):
             output = ctx.rank_records(label)[rank]["output"]
             yield from compare_values_and_dtypes(ctx, "loss", Part.FORWARD, expected, output, rank)
@@ -276,18 +275,16 @@ LAWS = (
         variants=(Variant(model_scope=ModelScope.ANY),),
         sets_autocast=True,
         kept_because="forward and backward in different autocast states, which shows a state that leaks",
+        weights_stay_integers=True,
     ),
-    # No step moves the integers of its weights, so that an engine's own kernels have to give the same sums.
-    replace(
-        precision_law(
-            "weights_of_two_dtypes",
-            "frozen bf16 and trained fp32 weights give the losses and gradients of torch.autocast under torch_autocast",
-            observe_two_dtypes,
-            judge_two_dtypes,
-            models=("adapted",),
-            sets_autocast=True,
-            kept_because="the only law whose weights have two dtypes, which meet in one gather",
-        ),
+    precision_law(
+        "weights_of_two_dtypes",
+        "frozen bf16 and trained fp32 weights give the losses and gradients of torch.autocast under torch_autocast",
+        observe_two_dtypes,
+        judge_two_dtypes,
+        models=("adapted",),
+        sets_autocast=True,
+        kept_because="the only law whose weights have two dtypes, which meet in one gather",
         weights_stay_integers=True,
     ),
     precision_law(
@@ -297,5 +294,6 @@ LAWS = (
         judge_nested,
         sets_autocast=True,
         kept_because="the only law with a user's own autocast around the engine's",
+        weights_stay_integers=True,
     ),
 )

@@ -71,5 +71,6 @@ LAWS = (
         variants=(Variant(model_scope=ModelScope.ANY),),
         sets_autocast=True,
         kept_because="the only norm under autocast: a released engine divided it by a loss scale that bf16 lacks",
+        weights_stay_integers=True,
     ),
 )

@@ -181,8 +181,13 @@ def precision_law(
     variants: tuple[Variant, ...] = (Variant(),),
     sets_autocast: bool = False,
     models: tuple[str, ...] = ("mixed",),
+    weights_stay_integers: bool = False,
 ) -> Law:
-    """Build a law of the group ``precision``, by default on the model ``mixed``."""
+    """Build a law of the group ``precision``, by default on the model ``mixed``.
+
+    ``weights_stay_integers`` says that no step moves the integers of an exact model before numbers are compared, so
+    that an engine's own kernels have to give the same sums.
+    """
     return Law(
         name=f"precision.{name}",
         statement=statement,
@@ -192,7 +197,7 @@ def precision_law(
         judge=judge,
         kept_because=kept_because,
         features=features,
-        weights_stay_integers=False,
+        weights_stay_integers=weights_stay_integers,
         dtypes=("fp32",),  # these laws choose the engine's sections of precision themselves
         variants=variants,
         sets_autocast=sets_autocast,

@@ -1,0 +1,98 @@
+"""Define mutants of sequences and experts under checkpoints, evaluations and unused weights. They need DeepSpeed.
+
+The laws that kill them have models of their own, for which others stand in on these axes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zharness import torch_private
+from zharness.mutants.mesh_context import OverUlysses, change_inputs
+from zharness.mutants.mesh_experts import OverExperts
+from zharness.mutants.mesh_experts_steps import KnowsItsExperts
+from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.parity import Part
+
+
+def is_recomputing() -> bool:
+    """Return whether autograd runs a backward, so that a forward now is a recomputation."""
+    return torch_private.current_graph_task_id() != -1
+
+
+@mutant(
+    FaultKind.GRAPH,
+    Target("checkpointing.block", Part.REDUCTION, "blocks_context", "non_reentrant", mesh="cp2"),
+    origin=Origin.MESH,
+)
+class RecomputesAttentionInAnotherOrder(OverUlysses):
+    """A recomputed attention gets the tokens of this rank's part in reversed order."""
+
+    def spoil(self) -> None:
+        change_inputs(self.module, self.reverse_recomputed)
+
+    def reverse_recomputed(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        """Return the inputs of attention, reversed along the tokens within a backward."""
+        return (query.flip(1), key.flip(1), value) if is_recomputing() else (query, key, value)
+
+
+@mutant(
+    FaultKind.CONTRIBUTION,
+    Target("window.partly_used", Part.OPTIMIZER, "experts_context", "first_2_by_caller", mesh="cp2"),
+    origin=Origin.MESH,
+)
+class LosesAPartOfAWeightThatTheLastLeavesOut(OverUlysses):
+    """Where a forward does not use a layer, the last rank of a sequence loses what it has of its gradients."""
+
+    stages = (0,)
+
+    def spoil(self) -> None:
+        self.layers = [module for module in self.module.modules() if isinstance(module, nn.Linear)]
+        self.unused = set(self.layers)
+        for layer in self.layers:
+            layer.register_forward_pre_hook(lambda layer, _inputs: self.unused.discard(layer))
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        if self.size > 1:
+            for layer in self.unused if self.place == self.size - 1 else ():
+                layer.zero_grad()
+            self.unused = set(self.layers)
+        self.right.backward(loss, retain_graph=retain_graph)
+
+
+@mutant(
+    FaultKind.GRAPH,
+    Target(
+        "checkpointing.whole_model",
+        Part.LOCAL_GRADIENT,
+        "blocks_routed",
+        "non_reentrant",
+        parameter="input",
+        mesh="ep2",
+    ),
+    origin=Origin.MESH,
+)
+class RecomputesExpertsWithOtherTokens(OverExperts):
+    """A recomputed layer of experts gets the tokens in reversed order."""
+
+    def spoil(self, layer: Any) -> None:
+        layer.register_forward_pre_hook(
+            lambda _module, inputs: (inputs[0].flip(0), *inputs[1:]) if is_recomputing() else inputs
+        )
+
+
+@mutant(
+    FaultKind.CONTRIBUTION,
+    Target("window.evaluated", Part.OPTIMIZER, "experts_routed", "2_by_caller", mesh="ep2"),
+    origin=Origin.MESH,
+)
+class ForgetsExpertsInAnEvaluation(KnowsItsExperts):
+    """A forward without gradients clears those that this rank's experts have accumulated."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for parameter in () if torch.is_grad_enabled() else self.own:
+            parameter.grad = None
+        return self.right(*args, **kwargs)

@@ -1,0 +1,225 @@
+"""Define what the models of other laws become where cp splits a sequence, ep splits experts, or tp splits sums.
+
+A model of one row for each sample has neither. Its stand-in has the same layers, options and attributes, so that the
+laws of the model run on it, and attention without parameters behind them, or a layer of experts beside them. Attention
+adds tokens whose scores are -1, 0 or 1 and have no gradient. A token's expert is the first or the third, by the sign of
+the token's first feature, its softmax is 1, and the gate is frozen: so several optimizer steps with a learning rate of
+1 stay exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zharness.workload import mixed_precision
+from zharness.workload.causal_attention import SPLIT, CausalAttention
+from zharness.workload.exact_blocks import (
+    Block,
+    BlocksModel,
+    BranchingModel,
+    ExpertsModel,
+    GatedModel,
+    OddParametersModel,
+    SimilarLayersModel,
+    call_block,
+    first_output,
+    make_ternary,
+)
+from zharness.workload.exact_heads import HEADS, token_loss
+from zharness.workload.exact_mlp import WIDTH, linear_loss, random_ternary
+from zharness.workload.exact_routed import EXPERT_PLAN, EXPERTS, LOGIT, ExpertLayer, draw_parts
+
+TOKENS = 4
+ZEROS = 3  # of four inputs, so that sums over tokens stay small
+
+
+def attend(attention: nn.Module, scored: Tensor, value: Tensor) -> Tensor:
+    """Return ``value`` and what attention adds to it; the signs of features of ``scored`` are query and key.
+
+    The shapes are (batch, tokens, features). Each head has all features of the value.
+    """
+    signs = scored.detach()[..., :HEADS].sign().unsqueeze(-1)
+    added: Tensor = attention(signs, signs, value.unsqueeze(2).expand(-1, -1, HEADS, -1))
+    return value + added.sum(dim=2)
+
+
+class ContextMixin(nn.Module):
+    """Applies attention to the output of the model that is the next base class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = CausalAttention()
+
+    def forward(self, x: Tensor, *args: Any, **options: Any) -> Any:
+        return attend(self.attention, x, super().forward(x, *args, **options))
+
+
+class ContextExperts(ContextMixin, ExpertsModel):
+    """The model ``ExpertsModel`` of (batch, 4, 16), with attention."""
+
+
+class ContextGated(ContextMixin, GatedModel):
+    """The model ``GatedModel`` of (batch, 4, 16), with attention."""
+
+
+class ContextBranching(ContextMixin, BranchingModel):
+    """The model ``BranchingModel`` of (batch, 4, 16), with attention."""
+
+
+class ContextOdd(ContextMixin, OddParametersModel):
+    """The model ``OddParametersModel`` of (batch, 4, 16), with attention."""
+
+
+class ContextSimilar(ContextMixin, SimilarLayersModel):
+    """The model ``SimilarLayersModel`` of (batch, 4, 16), with attention."""
+
+
+class ContextBlocks(BlocksModel):
+    """The model ``BlocksModel`` of (batch, 4, 16), with attention at the end of the block, which may be recomputed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = CausalAttention()
+
+    def block(self, hidden: Tensor) -> Tensor:
+        """Apply the block and attention."""
+        return attend(self.attention, hidden, super().block(hidden))
+
+
+class PinnedExperts(ExpertLayer):
+    """A layer of experts whose gate is frozen, and chooses the first or the third by the sign of the first feature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        make_ternary(self)
+        self.gate.requires_grad_(False)
+        with torch.no_grad():
+            self.gate.weight.zero_()
+            # Of absolute values the softmax is 1, too.
+            self.gate.weight[0, 0], self.gate.weight[EXPERTS // 2, 0] = 2 * LOGIT, -LOGIT
+
+
+class RoutedMixin(nn.Module):
+    """Adds the output of a layer of experts to that of the model that is the next base class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moe = PinnedExperts()
+
+    def forward(self, x: Tensor, *args: Any, **options: Any) -> Any:
+        return super().forward(x, *args, **options) + self.moe(x)
+
+
+class RoutedExpertsModel(RoutedMixin, ExpertsModel):
+    """The model ``ExpertsModel`` with a layer of experts beside its own layers."""
+
+
+class RoutedGated(RoutedMixin, GatedModel):
+    """The model ``GatedModel`` with a layer of experts beside its own layers."""
+
+
+class RoutedBranching(RoutedMixin, BranchingModel):
+    """The model ``BranchingModel`` with a layer of experts beside its own layers."""
+
+
+class RoutedOdd(RoutedMixin, OddParametersModel):
+    """The model ``OddParametersModel`` with a layer of experts beside its own layers."""
+
+
+class RoutedSimilar(RoutedMixin, SimilarLayersModel):
+    """The model ``SimilarLayersModel`` with a layer of experts beside its own layers."""
+
+
+class RoutedBlocks(BlocksModel):
+    """The model ``BlocksModel`` with a layer of experts beside its own layers, whose output is added to the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moe = PinnedExperts()
+
+    def forward(
+        self,
+        x: Tensor,
+        run_block: Callable[[Block, Tensor], Tensor] = call_block,
+        pack: Callable[[Tensor, Tensor], Any] = first_output,
+        with_dropout: bool = False,
+    ) -> Any:
+        routed = self.moe(x)
+        if pack is first_output:
+            return super().forward(x, run_block, with_dropout=with_dropout) + routed
+        return super().forward(x, run_block, lambda output, extra: pack(output + routed, extra), with_dropout)
+
+
+def draw_sequences(samples: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Draw inputs and targets in {-1, 0, 1}, most of which are 0."""
+    shape = (samples, TOKENS, WIDTH)
+    kept = torch.randint(ZEROS + 1, shape, generator=generator) == ZEROS
+    return random_ternary(shape, generator) * kept, random_ternary(shape, generator)
+
+
+CONTEXT_CLASSES: Mapping[str, type[nn.Module]] = {
+    "blocks": ContextBlocks,
+    "changing": ContextBranching,
+    "experts": ContextExperts,
+    "gated": ContextGated,
+    "odd": ContextOdd,
+    "similar": ContextSimilar,
+}
+ROUTED_CLASSES: Mapping[str, type[nn.Module]] = {
+    "blocks": RoutedBlocks,
+    "changing": RoutedBranching,
+    "experts": RoutedExpertsModel,
+    "gated": RoutedGated,
+    "odd": RoutedOdd,
+    "similar": RoutedSimilar,
+}
+
+# The draw function and the fields of ModelSpec of each model.
+MODELS: tuple[tuple[Any, Mapping[str, Any]], ...] = (
+    (
+        mixed_precision.draw_integers,
+        {
+            "name": "mixed_exact",
+            "summary": "the model mixed with small integers, which bf16 holds, and without functions that round",
+            "build": mixed_precision.ExactMixedPrecisionModel,
+            "loss": linear_loss,
+            "exact": True,
+            "stands_in_for": "mixed",
+            "tp_plan": mixed_precision.TENSOR_PLAN,
+        },
+    ),
+    *(
+        (
+            draw_sequences,
+            {
+                "name": f"{name}_context",
+                "summary": f"the model {name} with attention behind its layers, whose sequence cp splits",
+                "build": build,
+                "loss": token_loss,
+                "exact": True,
+                "stands_in_for": name,
+                **SPLIT,
+            },
+        )
+        for name, build in CONTEXT_CLASSES.items()
+    ),
+    *(
+        (
+            draw_parts,
+            {
+                "name": f"{name}_routed",
+                "summary": f"the model {name} with a layer of experts beside its layers, which ep splits",
+                "build": build,
+                "loss": linear_loss,
+                "exact": True,
+                "stands_in_for": name,
+                "ep_plan": EXPERT_PLAN,
+            },
+        )
+        for name, build in ROUTED_CLASSES.items()
+    ),
+)
