@@ -174,11 +174,11 @@ def test_a_failure_of_a_rank_ends_with_the_rank_s_coordinates(end: RankEnd) -> N
     ],
     ids=["every law on a mesh", "a dtype is given", "a group of laws", "no mesh"],
 )
-def test_a_check_of_every_law_on_a_mesh_has_three_laws_in_low_precision(request_: Request, dtypes: set[str]) -> None:
+def test_a_check_of_every_law_on_a_mesh_has_four_laws_in_low_precision(request_: Request, dtypes: set[str]) -> None:
     cells = [planned.cell for planned in plan(request_, claims)]
     assert {cell.dtype for cell in cells} == dtypes
     in_low_precision = {cell.law for cell in cells if cell.dtype != "fp32"}
-    expected = {"training.trajectory", "training.sgd_step", "training.any_order"}
+    expected = {"training.trajectory", "training.sgd_step", "training.any_order", "state.resume"}
     assert in_low_precision == (expected if len(dtypes) > 1 else set())
 
 

@@ -55,7 +55,8 @@ class Variant:
     the variant applies. ``training_run`` is the training of several steps whose curves a report shows, or None.
     ``is_step_count`` says that the name is the number of steps of the configured training; every other positive number
     is then the name of a variant too. ``schedules`` are the schedules of a pipeline that the engine has to have.
-    ``optimizer`` is the optimizer whose arguments the installed torch has to know, or None.
+    ``optimizer`` is the optimizer whose arguments the installed torch has to know, or None. ``mesh_dtypes`` are dtypes
+    in which a check of every law on a mesh runs this variant, beside the law's own.
     """
 
     name: str = ""
@@ -67,6 +68,7 @@ class Variant:
     is_step_count: bool = False
     schedules: tuple[str, ...] = ()
     optimizer: OptimizerSpec | None = field(default=None, hash=False)
+    mesh_dtypes: tuple[str, ...] = ()
 
     def get_training_run(self, training: TrainingConfig) -> TrainingRun | None:
         """Return the training run whose curves a report shows, or None if the variant has none.

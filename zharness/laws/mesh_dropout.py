@@ -126,6 +126,8 @@ def judge_masks(ctx: JudgeContext, at: int, ranks: Sequence[int]) -> Iterator[Co
     for rank, record in zip(ranks, records, strict=True):
         for name, masks in record.items():
             place = ctx.location(f"masks of {name}", Part.FORWARD, 0, rank)
+            counts = scalar(len(plain[name])), scalar(len(masks))
+            yield add_hint(compare_bitwise(place, *counts), "the number of forwards in which this dropout drew a mask")
             if masks.shape == plain[name].shape:
                 hint = "plain PyTorch draws another mask from this generator"
                 yield add_hint(compare_bitwise(place, plain[name], masks), hint)

@@ -127,3 +127,20 @@ class SeedsDropoutByTheRankOfTheWorld(DrawsForEachPart):
         for module in self.module.modules():
             if isinstance(module, Dropout) and config.mesh.sizes:
                 module.draw = DrawAnew(1000 * dist.get_rank())
+
+
+@mutant(FaultKind.RANKS, on_dropout("dropped_heads", parameter="masks of drop_*", variant="masks"), origin=Origin.MESH)
+class StopsDropoutOfOneTensorRankByAnEvaluation(DrawsForEachPart):
+    """Once it has evaluated, the second rank of tp drops nothing any more in any nn.Dropout."""
+
+    def spoil_modules(self) -> None:
+        super().spoil_modules()
+        for module in self.module.modules():
+            if isinstance(module, nn.Dropout) and self.coordinates[TENSOR]:
+                module.register_forward_hook(stop_after_evaluation)
+
+
+def stop_after_evaluation(module: nn.Module, _inputs: Any, _output: Any) -> None:
+    """Replace the mask of a dropout that has evaluated by one that keeps everything."""
+    if isinstance(module, Dropout) and not module.training:
+        module.draw = torch.ones_like

@@ -131,3 +131,18 @@ class RaisesWhereAnExpertOverflows(KnowsItsOverflow):
         self.right.step()
         if not is_finite:
             raise FloatingPointError("a gradient of an expert is not finite")
+
+
+@mutant(
+    FaultKind.STATE,
+    Target("state.resume", Part.OPTIMIZER, "random_routed", "adamw", "bf16", parameter=EXPERTS, mesh="ep2"),
+    origin=Origin.MESH,
+)
+class LoadsRoundedMastersOfExperts(OverExperts):
+    """In bf16 a load rounds the fp32 masters of experts, as if it copied the weights, and no others."""
+
+    stages = (1, 2)
+
+    def load(self, path: Path) -> None:
+        self.right.load(path)
+        seams_engines.round_expert_masters(self.right)

@@ -308,6 +308,15 @@ def wrap_global_norm(engine: DeepSpeedEngine, wrap: Callable[[Callable[[], Tenso
     engine._engine.optimizer.scaled_global_norm = wrap(engine._engine.optimizer.scaled_global_norm)
 
 
+def round_expert_masters(engine: DeepSpeedEngine) -> None:
+    """Round the fp32 weights of experts to bf16, at ZeRO's stages 1 and 2."""
+    zero = engine._engine.optimizer
+    for index, is_expert in enumerate(zero.is_moe_param_group):
+        if is_expert:
+            master = zero.single_partition_of_fp32_groups[index].data
+            master.copy_(master.bfloat16())
+
+
 def scale_expert_gradients(engine: DeepSpeedEngine, factor: Tensor) -> None:
     """Multiply the reduced gradients of experts by ``factor``, at ZeRO's stages 1 and 2."""
     zero = engine._engine.optimizer

@@ -277,15 +277,16 @@ def first_buildable_claims(engine: str, stages: tuple[int, ...], claims: ClaimsL
     raise next((error for error in errors if "unknown stage" not in str(error)), errors[0])
 
 
-def list_dtypes(law: Law, request: Request) -> Iterator[str]:
-    """Yield the dtypes of the cells of one law.
+def list_dtypes(law: Law, variant: str, request: Request) -> Iterator[str]:
+    """Yield the dtypes of the cells of one variant of a law.
 
-    A check of every law on a mesh has depth 1 and one dtype. It adds those of the law for meshes, unless dtypes are
-    given, which are then the array's, too.
+    A check of every law on a mesh has depth 1 and one dtype. It adds those that the law and the variant have for
+    meshes, unless dtypes are given, which are then the array's, too.
     """
     yield from request.dtypes
     if request.mesh.sizes and not request.patterns:
-        yield from (dtype for dtype in law.mesh_dtypes if dtype in {*request.array_dtypes} - {*request.dtypes})
+        on_mesh = dict.fromkeys((*law.mesh_dtypes, *law.get_variant(variant).mesh_dtypes))
+        yield from (dtype for dtype in on_mesh if dtype in {*request.array_dtypes} - {*request.dtypes})
 
 
 def expand_law_cells(law: Law, engine: str, stage: int, request: Request) -> Iterator[Cell]:
@@ -293,8 +294,8 @@ def expand_law_cells(law: Law, engine: str, stage: int, request: Request) -> Ite
     if needs_mesh(law) and not request.mesh.sizes:
         return
     for world_size in request.world_sizes:
-        for dtype in list_dtypes(law, request):
-            for model, variant in select_models(law, request.models, request.mesh):
+        for model, variant in select_models(law, request.models, request.mesh):
+            for dtype in list_dtypes(law, variant, request):
                 yield Cell(
                     law.name, engine, stage, world_size, dtype, model, variant, request.engine_variant, request.mesh
                 )

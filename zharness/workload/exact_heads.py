@@ -36,13 +36,14 @@ DROPPED_SAMPLES = 4  # so many times the samples of other models, for 64 bits in
 DROPPED_SEQUENCE_PLAN = SEQUENCE_PLAN | dict.fromkeys(DROPOUTS, "sequence_parallel_to_tensor")
 
 
-class Affine(nn.Module):
-    """A product with a weight and a sum with a bias for each feature: a layer norm without the norm, which rounds."""
+class Affine(nn.LayerNorm):
+    """A product with a weight and a sum with a bias for each feature: a layer norm without the norm, which rounds.
+
+    It is a kind of nn.LayerNorm, so that an engine that treats these otherwise treats it otherwise.
+    """
 
     def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(FEATURES))
-        self.bias = nn.Parameter(torch.zeros(FEATURES))
+        super().__init__(FEATURES)
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.weight + self.bias
@@ -133,11 +134,14 @@ def keep_everything(activations: Tensor) -> Tensor:
     return torch.full_like(activations, 2.0)
 
 
-class Dropout(nn.Module):
-    """Dropout with probability 1/2 that keeps the masks of forwards in training mode, in the order of its calls."""
+class Dropout(nn.Dropout):
+    """Dropout with probability 1/2 that keeps the masks of forwards in training mode, in the order of its calls.
+
+    It is a kind of nn.Dropout, so that an engine that treats these otherwise treats it otherwise.
+    """
 
     def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
+        super().__init__(p=0.5)
         self.draw = draw
         self.masks: list[Tensor] = []
 

@@ -215,7 +215,7 @@ LAWS = (
         features=(Feature.CHECKPOINT, Feature.PARAM_GROUPS, Feature.SCHEDULE),
         weights_stay_integers=False,
         variants=(
-            Variant("adamw", compares_engine_with_itself=True, model_scope=ModelScope.ANY),
+            Variant("adamw", compares_engine_with_itself=True, model_scope=ModelScope.ANY, mesh_dtypes=("bf16",)),
             Variant("sgd", compares_engine_with_itself=True),
             Variant("amsgrad", compares_engine_with_itself=True),
             Variant("centered", compares_engine_with_itself=True),
