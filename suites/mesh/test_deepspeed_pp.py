@@ -37,6 +37,8 @@ CELLS = {
     "pipeline.any_order[deepspeed_pp-zero1-w2.pp2-fp32-chain-1f1b]": Verdict.PASS,  # a loss is divided, also by 3
     "pipeline.any_order[deepspeed_pp-zero0-w4.pp2-fp32-tied_ends-single]": Verdict.PASS,
     "pipeline.any_order[deepspeed_pp-zero0-w2.pp2-fp32-chain-clipped]": Verdict.FAIL,
+    "pipeline.dropout[deepspeed_pp-zero1-w2.pp2-fp32-dropped_chain-dualpipev_recomputed]": Verdict.PASS,
+    "pipeline.buffers[deepspeed_pp-zero0-w2.pp2-fp32-chain-evaluated]": Verdict.FAIL,
 }
 PP2 = Mesh.parse("pp2")
 

@@ -47,6 +47,7 @@ CAPABILITIES = Capabilities(
         Feature.UNIVERSAL_CHECKPOINT: _FORMATS,
         Feature.LOSS_SCALER: "the CPU accelerator refuses the fp16 section (engine.py, _do_sanity_check)",
         **dict.fromkeys((Feature.INITIAL_WEIGHTS, Feature.INITIAL_BUFFERS), "a stage has the values of its own ranks"),
+        Feature.RANK_BUFFERS: "'data parallel rank 0 writes all layers' (pipe/module.py, save_state_dict)",
         Feature.BATCHES_PER_STEP: "each train_batch 'ends with an optimizer step' (pipe/schedule.py, TrainSchedule)",
     },
     refuses_models={"tied_chain": "a TiedLayerSpec ties whole layers, and this model ties one weight of two layers"},

@@ -45,7 +45,8 @@ DOCUMENTATION = "https://docs.pytorch.org/docs/stable/distributed.pipelining.htm
 SCHEDULE, DATA_PARALLEL = "schedule", "data_parallel"
 DDP, FULLY_SHARD = "ddp", "fully_shard"
 RESHARD = "reshard_after_forward"
-UNTIED = frozenset({"chain", "skips"})  # fully_shard makes two parameters of a weight that two stages have
+# fully_shard makes two parameters of a weight that two stages have.
+UNTIED = frozenset({"chain", "skips", "dropped_chain"})
 Loss = Callable[[Any, Any], Tensor]
 
 
@@ -85,6 +86,7 @@ CAPABILITIES = Capabilities(
     refuses={
         **dict.fromkeys((Feature.UNIVERSAL_CHECKPOINT, Feature.LOSS_SCALER), _LEFT_TO_THE_CALLER),
         **dict.fromkeys((Feature.INITIAL_WEIGHTS, Feature.INITIAL_BUFFERS), "a stage has the values of its own ranks"),
+        Feature.RANK_BUFFERS: "torch.distributed.checkpoint saves a tensor that is not a DTensor once for all ranks",
     },
     mesh_axes=frozenset({PIPELINE}),
     variants={

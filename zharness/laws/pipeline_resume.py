@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from zharness.engines.protocol import Capabilities, Engine, Feature, OptimizerSpec
+from zharness.law_kit.hints import add_hint
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Variant
+from zharness.law_kit.optimizer_step import RecordedStep, judge_step
 from zharness.law_kit.rank_actions import shared_folder
 from zharness.law_kit.rank_context import RankContext, scalar
 from zharness.law_kit.record_comparisons import compare_records
@@ -26,13 +26,15 @@ from zharness.laws.pipeline import (
 from zharness.laws.pipeline_steps import HALVING, fit_schedule
 from zharness.parity import Comparison, Part, compare_bitwise
 
-SAVE_STEP = 1  # the number of steps before the save
+SAVE_STEP = 1  # the number of the step before the save, which one variant leaves out
 CONTINUED_STEPS = range(SAVE_STEP, SAVE_STEP + 2)  # two: the rate of the second comes from a counter that goes on
+
+AROUND_SAVE = "state-around-save"  # of the engine that saves: before the save, and after the next step
 
 
 @dataclass(frozen=True)
 class Resume:
-    """The schedules of the engines that save and load, whether the latter made steps before, and the size of a batch.
+    """The schedules of the engines that save and load, which of them made steps before, and the size of a batch.
 
     A schedule that interleaves stages has the modules of another rank on each of two ranks. An engine without a name
     has its default schedule.
@@ -42,6 +44,7 @@ class Resume:
     loaded_by: str = ""
     stepped: bool = True
     shape: BatchShape = WINDOW
+    saved_steps: int = SAVE_STEP
 
     @property
     def schedules(self) -> tuple[str, ...]:
@@ -55,6 +58,7 @@ RESUMES: Mapping[str, Resume] = {
     "other_stages": Resume(loaded_by="interleaved"),
     "new_engine_of_other_stages": Resume(saved_by="interleaved", stepped=False),
     "single": Resume(shape=SINGLE),
+    "unstepped": Resume(shape=SINGLE, saved_steps=0),
 }
 
 
@@ -63,36 +67,43 @@ def select_optimizer(claims: Capabilities) -> OptimizerSpec:
     return fit_schedule(HALVING, claims)
 
 
-def make_step(ctx: RankContext, engine: Engine, number: int, shape: BatchShape) -> Mapping[str, Tensor]:
-    """Run batch ``number``, make a step, and return the losses of the batch."""
-    losses = train_batch(ctx, engine, number, shape)
+def make_step(ctx: RankContext, engine: Engine, number: int, shape: BatchShape) -> None:
+    """Run batch ``number``, and make a step."""
+    train_batch(ctx, engine, number, shape)
     engine.step()
     engine.zero_grad()
-    return losses
 
 
 def observe_resume(ctx: RankContext) -> None:
-    """Save an engine after a step, load it into an engine of other weights, and make two steps with each.
+    """Save an engine, load it into an engine of other weights, and make two steps with each.
 
-    The engine that loads is new or has made two steps, and runs the same schedule or another, as the variant says.
+    The engine that saves has made a step or none, and the one that loads two or none. It runs the same schedule or
+    another, as the variant says.
     """
     resume, optimizer = RESUMES[ctx.variant], select_optimizer(ctx.capabilities)
     saved = ctx.build_engine(optimizer=optimizer, options=select_schedule(resume.saved_by))
     loaded = ctx.build_engine_around(
         ctx.spec.model(ctx.seed + 1), optimizer=optimizer, options=select_schedule(resume.loaded_by)
     )
-    make_step(ctx, saved, 0, resume.shape)
+    for number in range(resume.saved_steps):
+        make_step(ctx, saved, number, resume.shape)
     for number in CONTINUED_STEPS if resume.stepped else ():
         make_step(ctx, loaded, number, resume.shape)
     ctx.record_training_state(saved, SAVE_STEP, "-unsaved")
+    ctx.record_optimizer_state(AROUND_SAVE, saved, SAVE_STEP)
     with shared_folder() as folder:
         saved.save(folder)
         loaded.load(folder)
     for engine, label in ((saved, "-saved"), (loaded, "-loaded")):
         ctx.record_training_state(engine, SAVE_STEP, label)
         for number in CONTINUED_STEPS:
-            ctx.record(f"losses{label}", make_step(ctx, engine, number, resume.shape), number)
+            ctx.record(f"losses{label}", train_batch(ctx, engine, number, resume.shape), number)
+            ctx.record(f"grads{label}", engine.full_grads(), number)
+            engine.step()
+            engine.zero_grad()
             ctx.record_training_state(engine, number + 1, label)
+            if engine is saved and number == SAVE_STEP:
+                ctx.record_optimizer_state(AROUND_SAVE, saved, SAVE_STEP + 1)
     for engine in (saved, loaded):
         engine.close()
 
@@ -100,15 +111,22 @@ def observe_resume(ctx: RankContext) -> None:
 def judge_resume(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare the engine that saved with itself before the save, and both engines after the load, in batches and steps.
 
-    The state before the save has to be complete: a momentum of every parameter.
+    The state before the save has to be complete: a momentum of every parameter. Before the first step, an engine may
+    have no state or one of zeros, so that the step after the save is compared with SGD's formula.
     """
+    has_state = RESUMES[ctx.variant].saved_steps > 0
     for rank, state in enumerate(ctx.rank_records("state-unsaved", SAVE_STEP)):
-        for name in ctx.baseline.parameter_names:
+        for name in ctx.baseline.parameter_names if has_state else ():
             is_there = scalar(f"{name}/momentum_buffer" in state)
             yield compare_bitwise(ctx.location(name, Part.OPTIMIZER, SAVE_STEP, rank), scalar(1), is_there)
     for label, part in (("saved", Part.OPTIMIZER), ("loaded", Part.GATHER)):
-        for kind in ("params", "state"):
+        for kind in ("params", "state") if has_state else ("params",):
             yield from compare_records(ctx, f"{kind}-unsaved", f"{kind}-{label}", SAVE_STEP, SAVE_STEP, part)
+    if not has_state:
+        first = RecordedStep(SAVE_STEP, "params-saved", AROUND_SAVE, skipped_steps=1)
+        grads = ctx.rank_records("grads-saved", SAVE_STEP)[0]
+        for comparison in judge_step(ctx, select_optimizer(ctx.claims), grads, first):
+            yield add_hint(comparison, "it is the first step, and the engine was saved before it")
     for number in CONTINUED_STEPS:
         yield from compare_records(ctx, "losses-saved", "losses-loaded", number, number, Part.FORWARD)
         for kind in ("params", "state"):

@@ -69,6 +69,8 @@ from zharness.mutants import (  # noqa: F401 - each module registers its mutants
     outputs_and_options,
     parameters,
     pipeline,
+    pipeline_buffers,
+    pipeline_dropout,
     pipeline_frozen,
     pipeline_products,
     pipeline_settings,

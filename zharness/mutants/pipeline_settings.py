@@ -230,6 +230,7 @@ class AveragesTiedBiasesFromTheThirdBatch(ChangesGradients):
 @mutant(
     FaultKind.STATE,
     on_pipeline(Part.FORWARD, "random_chain", "loss*", "pipeline.resume", ""),
+    on_pipeline(Part.GATHER, "chain", "blocks.2.*", "pipeline.buffers", "loaded"),
     origin=Origin.MESH,
 )
 class LoadsNoBuffersOfTheLastStage(OverPipeline):

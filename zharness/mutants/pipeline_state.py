@@ -243,6 +243,34 @@ class LoadsNoStateBeforeTheFirstStep(OverPipeline):
                 value.zero_()
 
 
+@mutant(FaultKind.STATE, on_resume(Part.OPTIMIZER, "blocks.*", "unstepped"), origin=Origin.MESH)
+class LoadsNoEmptyState(OverPipeline):
+    """A load of a checkpoint from before the first step leaves the last stage the momentum that it had."""
+
+    over = "deepspeed_pp"
+
+    def load(self, path: Path) -> None:
+        before = dict(seams_engines.deepspeed_optimizer(self.right).state)
+        self.right.load(path)
+        loaded = seams_engines.deepspeed_optimizer(self.right).state
+        if dist.get_rank() and not loaded:
+            loaded.update(before)
+
+
+@mutant(FaultKind.STATE, on_resume(Part.OPTIMIZER, "blocks.0.*", "unstepped"), origin=Origin.MESH)
+class SavingMakesAStepOnZeros(OverPipeline):
+    """A save before the first step gives the first stage the momentum of a step on gradients of zeros."""
+
+    over = "deepspeed_pp"
+
+    def save(self, path: Path) -> None:
+        self.right.save(path)
+        optimizer = seams_engines.deepspeed_optimizer(self.right)
+        for group in () if dist.get_rank() or optimizer.state else optimizer.param_groups:
+            for param in group["params"]:
+                optimizer.state[param]["momentum_buffer"] = group["weight_decay"] * param.detach()
+
+
 @mutant(FaultKind.STATE, on_resume(variant="other_stages"), origin=Origin.MESH)
 class LoadsStagesOfTheirOwnRankAlone(OverPipeline):
     """A load leaves weights as they were whose stage the same rank did not have when they were saved."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zharness.workload.exact_blocks import make_ternary
+from zharness.workload.exact_heads import Dropout, call_block, draw_mask
 from zharness.workload.exact_mlp import WIDTH
 
 BLOCKS = 4
@@ -76,6 +77,63 @@ class ChainModel(nn.Module):
         return values[0]
 
 
+class TracedDropout(Dropout):
+    """Dropout that keeps, beside each mask, the activations that it was drawn for: they name the micro-batch."""
+
+    def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(draw)
+        self.inputs: list[Tensor] = []
+
+    def forward(self, activations: Tensor) -> Tensor:
+        self.inputs.append(activations.detach().clone())
+        return super().forward(activations)
+
+    def forget(self) -> None:
+        """Drop what was kept."""
+        self.inputs.clear()
+        self.masks.clear()
+
+
+class DroppedBlock(nn.Module):
+    """A linear layer and dropout; ``run_block`` calls them, and may recompute them in backward."""
+
+    def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.drop = TracedDropout(draw)
+        self.run_block: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor] = call_block
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.run_block(self.compute_and_drop, hidden)
+
+    def compute_and_drop(self, hidden: Tensor) -> Tensor:
+        """Return the output of the layer with dropout."""
+        dropped: Tensor = self.drop(self.linear(hidden))
+        return dropped
+
+
+class DroppedChainModel(nn.Module):
+    """Blocks with dropout that are called one after another; maps (batch, 16) to itself.
+
+    Each output of a layer is a sum or difference of two inputs, so that float32 holds the sums of every mask.
+    """
+
+    def __init__(self, draw: Callable[[Tensor], Tensor] = draw_mask) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([DroppedBlock(draw) for _ in range(BLOCKS)])
+        make_ternary(self)
+        for name, weight in self.named_parameters():
+            if name.endswith("weight"):
+                signs = torch.randint(2, (WIDTH, 1)).mul(2).sub(1)
+                first, second = (torch.eye(WIDTH)[torch.randperm(WIDTH)] for _ in range(2))
+                weight.data.copy_(first + signs * second)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
 class OddBlock(nn.Module):
     """A linear layer, a layer norm and a constant vector; maps (batch, inputs) to (batch, outputs)."""
 
@@ -133,4 +191,5 @@ PIPELINE_MODELS: tuple[tuple[str, str, Callable[[], nn.Module], tuple[str, ...]]
         PIPELINE_PLAN,
     ),
     ("tied_ends", "two blocks between two calls of one layer", TiedEndsModel, TIED_ENDS_PLAN),
+    ("dropped_chain", "four blocks with dropout", DroppedChainModel, PIPELINE_PLAN),
 )

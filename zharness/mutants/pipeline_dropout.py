@@ -1,0 +1,92 @@
+"""Define mutants of dropout in the stages of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zharness.engines import EngineConfig
+from zharness.mesh import PIPELINE
+from zharness.mutants.mesh_dropout import DrawAnew, DrawFromASeed
+from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.mutants.pipeline import Loss, MicroBatches, OverPipeline, on_pipeline
+from zharness.parity import Part
+from zharness.workload.exact_heads import Dropout
+from zharness.workload.generators import fork_seeded_generators
+
+
+def on_dropout(variant: str, parameter: str = "masks of *", part: Part = Part.FORWARD, world_size: int = 2) -> Target:
+    """Return a target of the law of dropout in a pipeline."""
+    return on_pipeline(part, "dropped_chain", parameter, "pipeline.dropout", variant, world_size=world_size)
+
+
+def find_dropout(module: nn.Module, name: str) -> Dropout | None:
+    """Return the dropout ``name`` of a model, or None of a model without dropout."""
+    return next((found for path, found in module.named_modules() if path == name and isinstance(found, Dropout)), None)
+
+
+@mutant(FaultKind.RANKS, on_dropout("gpipe", "masks of blocks.3"), origin=Origin.MESH)
+class DropsOneMaskInTheLastBlock(OverPipeline):
+    """The last block has one mask for all micro-batches."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        if (drop := find_dropout(model, "blocks.3.drop")) is not None:
+            drop.draw = DrawFromASeed(1)
+
+
+@mutant(
+    FaultKind.GRAPH,
+    on_dropout("1f1b_recomputed", "masks of blocks.1"),
+    on_dropout("zero_bubble_recomputed", "masks of blocks.1"),
+    origin=Origin.MESH,
+)
+class RecomputesABlockWithANewMask(OverPipeline):
+    """The recomputation of the second block draws another mask than its forward."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        if (drop := find_dropout(model, "blocks.1.drop")) is not None:
+            drop.draw = DrawAnew(1)
+
+
+class SeedsBatches(OverPipeline):
+    """The base class of mutants that seed torch's generator for each batch, whatever seed the caller set."""
+
+    def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
+        with fork_seeded_generators(self.choose_seed()):
+            return super().train_batch(micro_batches, loss)
+
+    def choose_seed(self) -> int:
+        """Return the seed of a batch, the same on every rank."""
+        return 1
+
+
+@mutant(FaultKind.RANKS, on_dropout("zbv"), on_dropout("interleaved"), origin=Origin.MESH)
+class SeedsStagesAlike(SeedsBatches):
+    """Every rank draws from a generator with the same seed, so that stages drop the same elements."""
+
+
+@mutant(FaultKind.RANKS, on_dropout("1f1b", world_size=4), origin=Origin.MESH)
+class SeedsReplicasAlike(SeedsBatches):
+    """Ranks draw by a seed of their stage, so that replicas drop the same elements of different samples."""
+
+    def choose_seed(self) -> int:
+        return self.config.mesh.coordinates(dist.get_rank(), dist.get_world_size())[PIPELINE]
+
+
+@mutant(FaultKind.GRAPH, on_dropout("zero_bubble", "blocks.*", Part.REDUCTION), origin=Origin.MESH)
+class BackwardOfAStageKnowsNoMask(OverPipeline):
+    """The gradient of an element of the third block does not know whether the element was dropped."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        if (drop := find_dropout(model, "blocks.2.drop")) is not None:
+            drop.register_forward_hook(self.pass_all)
+
+    def pass_all(self, module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        """Return the output with the gradient of an output without dropout."""
+        return output.detach() + inputs[0] - inputs[0].detach()
