@@ -57,6 +57,8 @@ def observe_dropout(ctx: RankContext) -> None:
         train_batch(ctx, engine, FIRST, DEFAULT_SHAPE)
         engine.step()
         engine.zero_grad()
+        earlier = {name: torch.stack(block.drop.masks) for name, block in blocks.items() if block.drop.masks}
+        ctx.record("earlier", earlier)
         for block in blocks.values():
             block.drop.forget()
         run_batch(ctx, engine, 0)
@@ -110,7 +112,7 @@ def judge_dropout(ctx: JudgeContext) -> Iterator[Comparison]:
 def judge_masks(
     ctx: JudgeContext, drawn: Sequence[Mapping[str, DrawnMasks]], rank: int, name: str, groups: list[list[Tensor]]
 ) -> Iterator[Comparison]:
-    """Check the masks of one dropout: one for each micro-batch, and those of no other one, block or rank.
+    """Check the masks of one dropout: one for each micro-batch, and those of no other one, block, batch or rank.
 
     Two masks of 64 elements are equal by chance in 1 of 2^64 cases, and a cell compares fewer than 1,000 pairs.
     """
@@ -123,17 +125,18 @@ def judge_masks(
         if (other_rank, other_name) != (rank, name)
         for mask in masks.masks
     }
+    earlier = {
+        list_elements(mask) for record in ctx.rank_records("earlier") for masks in record.values() for mask in masks
+    }
     changed = sum(any(not torch.equal(masks[0], mask) for mask in masks[1:]) for masks in groups)
+    again = sum(mask in earlier for mask in own)
     repeated, shared = len(own) - len(set(own)), sum(mask in others for mask in own)
     for wanted, count, hint in (
         (MICRO_BATCHES, len(own), "the number of micro-batches that this dropout saw"),
         (0, changed, f"the recomputation of {changed} micro-batches drew another mask"),
         (0, repeated, f"{repeated} of {len(own)} micro-batches repeat the mask of an earlier one"),
-        (
-            0,
-            shared,
-            f"{shared} of {len(own)} masks are those of another block, micro-batch or rank",
-        ),
+        (0, shared, f"{shared} of {len(own)} masks are those of another block, micro-batch or rank"),
+        (0, again, f"{again} of {len(own)} masks are those of the batch before"),
     ):
         yield add_hint(compare_bitwise(place, scalar(wanted), scalar(count)), hint)
 

@@ -70,6 +70,14 @@ class SeedsStagesAlike(SeedsBatches):
     """Every rank draws from a generator with the same seed, so that stages drop the same elements."""
 
 
+@mutant(FaultKind.STALE, on_dropout("gpipe"), on_dropout("zbv_recomputed"), origin=Origin.MESH)
+class SeedsEachBatchByTheRank(SeedsBatches):
+    """Each batch begins with the seed of its rank, so that all batches drop the same elements."""
+
+    def choose_seed(self) -> int:
+        return dist.get_rank()
+
+
 @mutant(FaultKind.RANKS, on_dropout("1f1b", world_size=4), origin=Origin.MESH)
 class SeedsReplicasAlike(SeedsBatches):
     """Ranks draw by a seed of their stage, so that replicas drop the same elements of different samples."""
