@@ -14,9 +14,9 @@ from zharness.run.cell_planner import plan_cell
 
 
 @contextmanager
-def start_runner(engine: str) -> Iterator[Runner]:
+def start_runner(engine: str, seed: int = 0) -> Iterator[Runner]:
     """Return a context with a runner of cells, whose ranks have imported what ``engine`` needs."""
-    with Runner({engine: build_warm_up_environment(engine)}) as runner:
+    with Runner({engine: build_warm_up_environment(engine)}, seed=seed) as runner:
         yield runner
 
 

@@ -34,6 +34,12 @@ def test_a_cell_passes_or_fails_as_the_findings_say(runner: Runner, case: str, v
     check_cell(runner, case, verdict)
 
 
+@pytest.mark.parametrize("seed", [600, 605, 607])
+def test_a_sum_that_is_clipped_in_parts_may_round_each_part(seed: int) -> None:
+    with start_runner("torch_tp", seed) as seeded:
+        check_cell(seeded, "mesh.norm[torch_tp-zero0-w2.tp2-fp32-sequence]", Verdict.PASS)
+
+
 class SequenceParallelNorm(nn.Module):
     """A norm that is split along the sequence, before a layer that gathers it."""
 

@@ -25,10 +25,12 @@ class MeshSupport(Enum):
     """The meshes on which a law is stated."""
 
     OWN_MODELS = "the models that stand in for those of the law on the axes cp and ep do not fit it"
-    WHOLE_INPUTS = "the law draws or computes for a whole input, of which a rank of cp has a part"
+    WHOLE_INPUTS = (
+        "the law draws numbers or computes a loss for the whole input, and a rank of cp has only a part of it"
+    )
     FINITE_EXPERTS = (
-        "plain PyTorch multiplies by 0 what other experts make of a token, and 0 times an infinite number is not 0; "
-        "mesh.expert_not_finite judges experts"
+        "the baseline runs all experts on every token and multiplies those that the gate did not choose by 0, which "
+        "gives NaN for an infinite output, where an engine does not run them; mesh.expert_not_finite judges experts"
     )
     SMALLER_WORLDS = "no smaller world has this mesh, and the law loads what a smaller one saved"
     ANY = "the law is stated for data parallelism and for every mesh"

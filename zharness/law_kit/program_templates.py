@@ -198,7 +198,7 @@ MESH_TEMPLATES = {
         closing="f b l s v",
     ),
 }
-# DeepSpeed's gate takes no fewer than 4 tokens (min_capacity), as many as a whole micro-batch has.
+# Without micro-batches of another number of tokens on each rank: DeepSpeed's experts stall in them (DeepSpeed#6809).
 ROUTED_TEMPLATES = {
     name: replace(
         template, phrases=tuple(phrase.replace(":few,", ":").replace(":few", "") for phrase in template.phrases)

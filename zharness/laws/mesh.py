@@ -8,13 +8,14 @@ both are plain PyTorch's.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from zharness.engines.protocol import Feature, OptimizerSpec
 from zharness.engines.tensor_access import require_shard_access
-from zharness.law_kit.clipped_step import judge_clipped_step
+from zharness.law_kit.clipped_step import bound_clipped_parts, compute_first_absolute_grads, judge_clipped_step
 from zharness.law_kit.clipping import judge_clip_factor
 from zharness.law_kit.given_programs import ProgramForm
 from zharness.law_kit.hints import add_hint, hint_factor
@@ -101,7 +102,8 @@ def judge_norm(ctx: JudgeContext) -> Iterator[Comparison]:
     )
     grads = ctx.rank_records("grads")[0]
     factor = yield from judge_clip_factor(ctx, "norm", 0, grads, get_limit(ctx.variant))
-    yield from judge_step(ctx, MOMENTUM_SGD, grads, RecordedStep(0, "masters"), factor)
+    errors = bound_clipped_parts(ctx, partial(compute_first_absolute_grads, ctx))
+    yield from judge_step(ctx, MOMENTUM_SGD, grads, RecordedStep(0, "masters"), factor, errors)
     yield from compare_ranks_after_step(ctx, RecordedStep(1))
 
 

@@ -27,7 +27,7 @@ from zharness.workload.programs import Act
 ACTS = (Act.EVALUATION, Act.NO_GRAD, Act.INFERENCE)
 LONGER = Act.INFERENCE  # the forward of longer sequences
 TIMES = 2  # before and after a step
-# The micro-batches of a forward: more tokens go to an expert than 4, which is DeepSpeed's least capacity.
+# The micro-batches of a forward: more tokens go to an expert than 4, below which DeepSpeed's default drops none.
 JOINED = 4
 SEQUENCE_DIM, SEQUENCE_DIMS = 1, 3  # the axis of tokens, and the number of axes of inputs that have one
 # Added to biases behind matrices that are split, so that what ranks send in a forward is no number of bf16.

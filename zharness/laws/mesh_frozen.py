@@ -7,12 +7,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from torch import nn
 
 from zharness.engines.protocol import Feature
+from zharness.law_kit.frozen_weights import freeze, leave_out_grads
 from zharness.law_kit.hints import add_hint
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_step, judge_step
 from zharness.law_kit.rank_context import RankContext
 from zharness.laws.mesh import MOMENTUM_SGD, mesh_law
-from zharness.laws.pipeline import leave_out_grads
 from zharness.parity import Comparison
 from zharness.parity.baseline import LocalResult
 from zharness.parity.certificate import Exactness
@@ -33,13 +33,6 @@ PATTERNS: Mapping[str, Callable[[nn.Module], Collection[str]]] = {
     "with frozen matrices": find_matrices,
     "with every other layer frozen": find_every_other_layer,
 }
-
-
-def freeze(model: nn.Module, names: Collection[str]) -> nn.Module:
-    """Let the parameters ``names`` of ``model`` require no gradient, and return the model."""
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name not in names)
-    return model
 
 
 def observe_frozen(ctx: RankContext) -> None:
@@ -71,7 +64,7 @@ def judge_pattern(
 ) -> Iterator[Comparison]:
     """Compare the numbers of the engine whose weights ``frozen`` were frozen."""
     yield from ctx.compare_losses(0, local, f"loss-{label}")
-    trained = [leave_out_grads(each, set(frozen)) for each in local]
+    trained = [leave_out_grads(each, frozen) for each in local]
     yield from ctx.compare_reduced_grads(f"grads-{label}", [trained], exact=exact)
     before = RecordedStep(0, f"masters-{label}", f"state-{label}")
     yield from judge_step(ctx, MOMENTUM_SGD, ctx.rank_records(f"grads-{label}")[0], before)

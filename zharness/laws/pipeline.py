@@ -6,7 +6,7 @@ micro-batches of a step and the loss, and the laws compare each micro-batch's lo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import permutations
@@ -79,11 +79,6 @@ def multiply_loss(loss: Callable[[Any, Any], Tensor], factor: float, output: Any
 def multiply_result(local: LocalResult, factor: float) -> LocalResult:
     """Return the loss and gradients of ``factor`` times the loss; ``factor`` is a power of two."""
     return LocalResult(factor * local.loss, {name: factor * grad for name, grad in local.grads.items()})
-
-
-def leave_out_grads(local: LocalResult, names: Set[str]) -> LocalResult:
-    """Return a result without the gradients of the weights ``names``."""
-    return replace(local, grads={name: grad for name, grad in local.grads.items() if name not in names})
 
 
 def train_batch(ctx: RankContext, engine: Engine, number: int, shape: BatchShape) -> Mapping[str, Tensor]:

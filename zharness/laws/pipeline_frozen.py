@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from zharness.engines.protocol import Feature
+from zharness.law_kit.frozen_weights import freeze, leave_out_grads
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Variant
 from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_step, judge_step
@@ -21,7 +22,6 @@ from zharness.laws.pipeline import (
     BatchShape,
     compare_micro_losses,
     compute_batch,
-    leave_out_grads,
     pipeline_law,
     require_schedule,
     run_batch,
@@ -76,24 +76,21 @@ CHANGED: Mapping[str, Freezing] = {
 FREEZINGS = {**FROZEN, **CHANGED}
 
 
-def freeze(model: nn.Module, freezing: Freezing, step: int) -> nn.Module:
+def freeze_for_step(model: nn.Module, freezing: Freezing, step: int) -> nn.Module:
     """Let the parameters of ``model`` that a step freezes require no gradient, and the others one; return it."""
-    frozen = freezing.find_frozen(step, {name for name, _ in model.named_parameters()})
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name not in frozen)
-    return model
+    return freeze(model, freezing.find_frozen(step, {name for name, _ in model.named_parameters()}))
 
 
 def observe_frozen(ctx: RankContext) -> None:
     """Make steps with weights that are frozen before the engine is built, and if the variant says so, between them."""
     freezing = FREEZINGS[ctx.variant]
-    model = freeze(ctx.spec.model(ctx.seed), freezing, 0)
+    model = freeze_for_step(ctx.spec.model(ctx.seed), freezing, 0)
     options = select_schedule(freezing.schedule)
     engine = ctx.build_engine_around(model, optimizer=select_optimizer(ctx.capabilities), options=options)
     ctx.record_training_state(engine, 0)
     for step in range(len(freezing.steps)):
         if ctx.variant in CHANGED:
-            freeze(engine.module, freezing, step)
+            freeze_for_step(engine.module, freezing, step)
         run_batch(ctx, engine, step, freezing.shape)
         engine.step()
         engine.zero_grad()

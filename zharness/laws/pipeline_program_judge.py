@@ -11,6 +11,7 @@ from torch import Tensor
 from zharness.law_kit.clipped_step import hint_norm_of_update
 from zharness.law_kit.clipping import NO_CLIPPING, ClipFactor, judge_reported_norm
 from zharness.law_kit.engine_facts import compare_engine_facts
+from zharness.law_kit.frozen_weights import leave_out_grads
 from zharness.law_kit.hints import set_verb_position
 from zharness.law_kit.judge_context import BoundedGrads, JudgeContext
 from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_step
@@ -23,7 +24,6 @@ from zharness.laws.pipeline import (
     compare_micro_losses,
     compute_batch,
     hint_divided_by_two_stages,
-    leave_out_grads,
 )
 from zharness.laws.pipeline_programs import (
     BATCHES,
