@@ -166,6 +166,7 @@ class ForgetsUnfrozenWeights(Around):
     expert_target("batches.shapes", "rows_2_by_engine"),
     expert_target("batches.shapes", "sequences"),
     expert_target("batches.shapes", "empty"),
+    expert_target("batches.shapes", "equal_rows"),
     origin=Origin.CIRCUMSTANCES,
 )
 class AssumesEqualBatches(Around):

@@ -29,6 +29,14 @@ def select_rows(batch: Batch, rank: int, window: int, micro: int) -> tuple[Tenso
     return batch.inputs[:rows], batch.target[:rows]
 
 
+def select_equal_rows(batch: Batch, _rank: int, window: int, micro: int) -> tuple[Tensor, Tensor]:
+    """Return the inputs and targets of the first rows of a micro-batch, as many on every rank.
+
+    So an engine is judged too whose ranks have to agree on the number of rows.
+    """
+    return select_rows(batch, 0, window, micro)
+
+
 def select_no_rows_on_rank_0(batch: Batch, rank: int, window: int, micro: int) -> tuple[Tensor, Tensor]:
     """Return an empty micro-batch on rank 0, and the whole micro-batch on other ranks."""
     rows = 0 if rank == 0 else SAMPLES
@@ -53,6 +61,7 @@ SELECTIONS: Mapping[str, RowSelection] = {
     "rows": select_rows,
     "empty": select_no_rows_on_rank_0,
     "sequences": select_sequence,
+    "equal_rows": select_equal_rows,
 }
 
 
