@@ -8,6 +8,7 @@ import pytest
 
 from zharness.engines import deepspeed_pp, torch_pp
 from zharness.engines.protocol import Feature
+from zharness.laws.pipeline import SCHEDULES
 from zharness.laws.pipeline_programs import (
     BATCHES,
     TEMPLATES,
@@ -46,6 +47,18 @@ def test_a_program_is_what_its_text_says_and_legal(name: str) -> None:
             assert saves or call.kind not in (CallKind.LOAD, CallKind.LOAD_OLD)
         assert not pending
         assert find_frozen(calls) is None or name.startswith("frozen")
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_each_schedule_has_programs_without_clipping_under_its_own_name(schedule: str) -> None:
+    template = TEMPLATES[schedule]
+    assert (template.schedule, template.clip, template.features) == (schedule, None, ())
+
+
+@pytest.mark.parametrize("name", ["accumulated_losses", "interleaved", "zero_bubble"])
+def test_only_programs_named_clipped_ask_for_clipping(name: str) -> None:
+    assert Feature.CLIP not in TEMPLATES[name].features
+    assert Feature.CLIP in TEMPLATES[f"{name}_clipped"].features
 
 
 def test_seeds_draw_different_programs() -> None:
