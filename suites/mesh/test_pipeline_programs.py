@@ -9,6 +9,7 @@ import pytest
 from zharness.engines import deepspeed_pp, torch_pp
 from zharness.engines.protocol import Feature
 from zharness.laws.pipeline import SCHEDULES
+from zharness.laws.pipeline_cuts import is_legal
 from zharness.laws.pipeline_programs import (
     BATCHES,
     TEMPLATES,
@@ -46,6 +47,7 @@ def test_a_program_is_what_its_text_says_and_legal(name: str) -> None:
             saves += call.kind is CallKind.SAVE
             assert saves or call.kind not in (CallKind.LOAD, CallKind.LOAD_OLD)
         assert not pending
+        assert all(is_legal(template, calls[:at], call) for at, call in enumerate(calls)), "a cell could not give it"
         assert find_frozen(calls) is None or name.startswith("frozen")
 
 
