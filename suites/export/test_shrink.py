@@ -205,6 +205,8 @@ def test_a_cell_may_name_the_program_of_a_law_that_draws_one() -> None:
         (program_cell("single", "torch_pp", "chain"), "step train:1 train:1 save step load save", "train:1 step save"),
         (program_cell("gpipe", "torch_pp", "chain"), "train:9 unseen:3 unseen:4 look step", "unseen:4 look step"),
         (program_cell("accumulated_singles", "torch_pp", "chain"), "train:1 train:1 step", "train:1 train:1 step"),
+        (program_cell("frozen", "torch_pp", "chain"), "freeze:0 freeze:1 train:1 step", "freeze:0 train:1 step"),
+        (program_cell("frozen", "torch_pp", "chain"), "thaw:0 freeze:1 thaw:0 thaw:1 thaw:1", "freeze:1 thaw:1"),
     ],
 )
 def test_a_given_program_keeps_the_calls_that_are_legal(place: ProgramCell, words: str, legal: str) -> None:

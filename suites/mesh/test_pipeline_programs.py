@@ -8,6 +8,8 @@ import pytest
 
 from zharness.engines import deepspeed_pp, torch_pp
 from zharness.engines.protocol import Feature
+from zharness.laws.pipeline import SCHEDULES
+from zharness.laws.pipeline_cuts import is_legal
 from zharness.laws.pipeline_programs import (
     BATCHES,
     TEMPLATES,
@@ -45,7 +47,20 @@ def test_a_program_is_what_its_text_says_and_legal(name: str) -> None:
             saves += call.kind is CallKind.SAVE
             assert saves or call.kind not in (CallKind.LOAD, CallKind.LOAD_OLD)
         assert not pending
+        assert all(is_legal(template, calls[:at], call) for at, call in enumerate(calls)), "a cell could not give it"
         assert find_frozen(calls) is None or name.startswith("frozen")
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_each_schedule_has_programs_without_clipping_under_its_own_name(schedule: str) -> None:
+    template = TEMPLATES[schedule]
+    assert (template.schedule, template.clip, template.features) == (schedule, None, ())
+
+
+@pytest.mark.parametrize("name", ["accumulated_losses", "interleaved", "zero_bubble"])
+def test_only_programs_named_clipped_ask_for_clipping(name: str) -> None:
+    assert Feature.CLIP not in TEMPLATES[name].features
+    assert Feature.CLIP in TEMPLATES[f"{name}_clipped"].features
 
 
 def test_seeds_draw_different_programs() -> None:

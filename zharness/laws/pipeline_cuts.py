@@ -8,11 +8,21 @@ from dataclasses import replace
 from zharness.engines.protocol import Feature
 from zharness.errors import UsageError
 from zharness.law_kit.given_programs import ProgramCell, ProgramForm
-from zharness.laws.pipeline_programs import BATCHES, FEATURES, TEMPLATES, Call, CallKind, Template, parse_call
+from zharness.laws.pipeline_programs import (
+    BATCHES,
+    FEATURES,
+    TEMPLATES,
+    Call,
+    CallKind,
+    Template,
+    find_frozen,
+    parse_call,
+)
 from zharness.parity.certificate import is_power_of_two
 from zharness.workload.legal_programs import remove_runs
 from zharness.workload.programs import join_words
 
+FREEZES = (CallKind.FREEZE, CallKind.THAW)
 LOADS = (CallKind.LOAD, CallKind.LOAD_OLD)
 
 
@@ -25,6 +35,12 @@ def parse_calls(words: str) -> tuple[Call, ...]:
         raise UsageError(f"got the program {words!r}; expected calls like train:4 or step, of {names}") from None
 
 
+def may_freeze(before: Sequence[Call], call: Call) -> bool:
+    """Return whether ``call`` freezes a weight while none is frozen, or thaws the one that is."""
+    frozen = find_frozen(before)
+    return frozen is None if call.kind is CallKind.FREEZE else frozen is not None and frozen.number == call.number
+
+
 def is_legal(template: Template, before: Sequence[Call], call: Call) -> bool:
     """Return whether ``call`` may follow the calls ``before`` in a program of ``template``."""
     ends = [at for at, each in enumerate(before) if each.kind in (CallKind.STEP, CallKind.ZERO_GRAD)]
@@ -34,6 +50,8 @@ def is_legal(template: Template, before: Sequence[Call], call: Call) -> bool:
         return is_size and (not pending or (Feature.BATCHES_PER_STEP in template.features and call.number in pending))
     if call.kind in (CallKind.STEP, CallKind.ZERO_GRAD):
         return bool(pending)
+    if call.kind in FREEZES and not may_freeze(before, call):
+        return False
     if call.kind in LOADS and not any(each.kind is CallKind.SAVE for each in before):
         return False
     may_save = call.kind is CallKind.SAVE and Feature.BATCHES_PER_STEP in template.features

@@ -151,23 +151,24 @@ FROZEN = ("f t s h", "t s f t s t s h", "t z t s", "f t s save h t s", "f t s u 
 # The last steps but one of clipped programs have a norm below the limit, so that clipping has to leave them alone.
 SMALL_NORM = "y s t s"
 CLIPPED: Mapping[str, Any] = {"clip": CLIP, "features": (Feature.CLIP,), "closing": SMALL_NORM}
+# A new loss is a new schedule of torch, so that the first of its batches is the first of a schedule.
+SUMS_OF_LOSSES = Template(ACCUMULATED, features=(Feature.BATCHES_PER_STEP,), opening="t x s save", drawn=3)
 TEMPLATES: Mapping[str, Template] = {
     "single": Template(optimizer=NESTEROV_STEPS),
     "adamw": Template(optimizer=GROUPED_ADAMW, features=(Feature.PARAM_GROUPS,)),
     "clipped": Template(**CLIPPED),
     "clipped_1f1b": Template(schedule="1f1b", sizes=SIZES["1f1b"], **CLIPPED),
     "accumulated_singles": Template(ACCUMULATED, features=(Feature.BATCHES_PER_STEP,)),
-    # A new loss is a new schedule of torch, so that the first of its batches is the first of a schedule.
-    "accumulated_losses": Template(
-        ACCUMULATED, features=(Feature.BATCHES_PER_STEP, Feature.CLIP), clip=CLIP, opening="t x s save", drawn=3
-    ),
+    "accumulated_losses": SUMS_OF_LOSSES,
+    "accumulated_losses_clipped": replace(SUMS_OF_LOSSES, features=(Feature.BATCHES_PER_STEP, Feature.CLIP), clip=CLIP),
     "frozen": Template(FROZEN, features=(Feature.UNFREEZING,)),
     "frozen_clipped": Template(
         FROZEN, features=(Feature.UNFREEZING, Feature.CLIP), clip=CLIP, closing=SMALL_NORM, drawn=3
     ),
     **{name: Template(schedule=name, sizes=sizes) for name, sizes in SIZES.items()},
     # pipeline.clip has one step of other schedules.
-    **{name: Template(schedule=name, sizes=SIZES[name], **CLIPPED) for name in ("interleaved", "zero_bubble")},
+    "interleaved_clipped": Template(schedule="interleaved", sizes=SIZES["interleaved"], **CLIPPED),
+    "zero_bubble_clipped": Template(schedule="zero_bubble", sizes=SIZES["zero_bubble"], **CLIPPED),
 }
 
 

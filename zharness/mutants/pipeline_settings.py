@@ -62,7 +62,7 @@ class RaisesSmallNormsToTheLimit(ClipsByItself):
         return limit / self.norm
 
 
-@mutant(FaultKind.CLIPPING, on_any_order("accumulated_losses", "blocks.*"), origin=Origin.MESH)
+@mutant(FaultKind.CLIPPING, on_any_order("accumulated_losses_clipped", "blocks.*"), origin=Origin.MESH)
 class ClipsByTheNormOfTheLastBatch(ClipsByItself):
     """Of several batches before a step, the norm of the last one's own gradients clips them all."""
 
@@ -79,7 +79,7 @@ class ClipsByTheNormOfTheLastBatch(ClipsByItself):
         return min(1.0, limit / (self.measure(own) + 1e-6))
 
 
-@mutant(FaultKind.CLIPPING, on_any_order("interleaved", "norm", Part.REDUCTION), origin=Origin.MESH)
+@mutant(FaultKind.CLIPPING, on_any_order("interleaved_clipped", "norm", Part.REDUCTION), origin=Origin.MESH)
 class CountsOneOfTwoStagesOfARank(ClipsByItself):
     """A rank with two stages counts the gradients of its last one alone."""
 
