@@ -69,8 +69,7 @@ def judge_wire(ctx: JudgeContext) -> Iterator[Comparison]:
         for rank, record in enumerate(ctx.rank_records("sent", step)):
             sent = {Sent.parse(name): elements for name, elements in record.items()}
             yield from judge_dtypes(ctx, rank, sent, step)
-            if step in STEPS:
-                yield from judge_elements(ctx, rank, sent, step)
+            yield from judge_elements(ctx, rank, sent, step)
 
 
 def judge_dtypes(ctx: JudgeContext, rank: int, sent: dict[Sent, Tensor], step: int) -> Iterator[Comparison]:
@@ -92,7 +91,7 @@ def find_sent_dtype(ctx: JudgeContext) -> torch.dtype:
 
 
 def judge_elements(ctx: JudgeContext, rank: int, sent: dict[Sent, Tensor], step: int) -> Iterator[Comparison]:
-    """Compare the elements along each axis with the formula."""
+    """Compare the elements along each axis with the formula; an evaluation sends no gradient, and no more."""
     shape = ctx.mesh.shape(ctx.world_size)
     shards, copies = shape[DATA_SHARD] * shape[CONTEXT], shape[REPLICATE]
     over_shards = ",".join(axis for axis in (DATA_SHARD, CONTEXT) if shape[axis] > 1) or DATA_SHARD
@@ -108,6 +107,8 @@ def judge_elements(ctx: JudgeContext, rank: int, sent: dict[Sent, Tensor], step:
         (ACTIVATIONS, TENSOR): range_of_activations(ctx, params),
         (ACTIVATIONS, CONTEXT): range_of_exchanges(ctx),
     }
+    if step == EVALUATED:
+        ranges = {pair: (0, 0 if pair[0] == GRADIENTS else most) for pair, (_, most) in ranges.items()}
     sent_pairs = {(message.content, message.axes) for message in sent}
     for content, axis in (*ranges, *sorted(sent_pairs - set(ranges))):
         least, most = ranges.get((content, axis), (0, 0))

@@ -91,6 +91,16 @@ class GathersSplitWeightsOverTensorRanks(OverMesh):
         return self.right(*args, **kwargs)
 
 
+@mutant(FaultKind.RESOURCES, on_wire("elements of gradients along tp", "heads"), origin=Origin.MESH)
+class ReducesInEvaluations(OverMesh):
+    """A forward without gradients all-reduces buffers of gradients over tp, and uses none of them."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for param in () if torch.is_grad_enabled() else self.split_params():
+            dist.all_reduce(torch.zeros_like(param.to_local()), group=self.tensor_group())
+        return self.right(*args, **kwargs)
+
+
 @mutant(FaultKind.RESOURCES, on_wire("elements of gradients along dp_shard,tp", "heads"), origin=Origin.MESH)
 class ReducesGradientsOverAllAxesAtOnce(OverMesh):
     """Each backward also all-reduces buffers of gradients over all ranks, along two axes at once, and uses none."""
