@@ -214,7 +214,7 @@ def test_a_given_program_keeps_the_calls_that_are_legal(place: ProgramCell, word
     assert form.make_legal(place, words) == legal
     form.require_legal(f"{place.variant}({legal})", place)
     if words != legal:
-        with pytest.raises(UsageError, match="which is not legal in this cell"):
+        with pytest.raises(UsageError, match=r"is not legal; expected only calls .* such as '[a-z]"):
             form.require_legal(f"{place.variant}({words})", place)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from zharness.engines.protocol import Capabilities
 from zharness.errors import UsageError
@@ -56,9 +57,11 @@ class ProgramForm:
         words = split_variant(name)[1]
         legal = self.make_legal(cell, words) if words else words
         if legal != words:
+            pairs = zip_longest(words.split(), legal.split())
+            first = next(word for word, kept in pairs if word != kept)
             raise UsageError(
-                f"got the program {words!r}, which is not legal in this cell; expected only calls that are legal after "
-                f"those before them and that the engine claims, such as {legal!r}"
+                f"got the program {words!r}, in which {first!r} is not legal; expected only calls that are legal after "
+                f"those before them and that the engine claims, such as {legal or self.draw(cell)!r}"
             )
 
     def iter_smaller(self, cell: ProgramCell, words: str) -> Iterator[str]:

@@ -39,8 +39,6 @@ from zharness.parity.comparison import TensorLocation
 BoundedGrads = Mapping[str, BoundedTensor]  # gradients by parameter, with how far an engine's may be off
 CLAIMS_EVERY_FEATURE = Capabilities(stages=frozenset())
 
-STEP_COUNT = "step"  # the key of torch's optimizers
-
 
 @dataclass(frozen=True)
 class JudgeContext:
@@ -100,20 +98,13 @@ class JudgeContext:
         return [evidence.get(label, step) for evidence in self.evidence]
 
     def has_record(self, label: str) -> bool:
-        """Return whether rank 0 recorded anything under ``label``.
-
-        If only some ranks recorded anything, ``rank_records`` raises EngineContractError.
-        """
+        """Return whether rank 0 recorded anything under ``label``; ``rank_records`` raises if not all ranks did."""
         return any(snapshot.label == label for snapshot in self.evidence[0].snapshots)
 
     def location(self, name: str, part: Part, step: int = 0, rank: int = 0) -> TensorLocation:
-        """Return the location of a tensor, including the elements that each rank owns.
-
-        Optimizer state is where its weight is, but for the number of steps, which every rank has.
-        """
-        parameter, _, state = name.partition("/")
-        pieces = () if state == STEP_COUNT else self.evidence[rank].layout.get(parameter, ())
-        return TensorLocation(name, part, step, rank, tuple(pieces))
+        """Return the location of a tensor; state is where its weight is, but every rank has the number of steps."""
+        layout = {} if name.endswith("/step") else self.evidence[rank].layout
+        return TensorLocation(name, part, step, rank, tuple(layout.get(name.partition("/")[0], ())))
 
     def compare_losses(self, step: int, expected: Sequence[LocalResult], label: str = "loss") -> Iterator[Comparison]:
         """Check that every rank's loss is bitwise equal to ``expected[data coordinate]`` on the same micro-batch."""

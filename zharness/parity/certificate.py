@@ -215,7 +215,8 @@ def record_activations(model: nn.Module, batch: Batch, loss: Objective) -> tuple
     def record_output(_module: nn.Module, _inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
         for tensor in output if isinstance(output, tuple) else (output,):
             seen.append(tensor.detach())
-            tensor.register_hook(seen.append)  # type: ignore[no-untyped-call]
+            if tensor.requires_grad:  # a frozen gate has an output without
+                tensor.register_hook(seen.append)  # type: ignore[no-untyped-call]
 
     hooks = [module.register_forward_hook(record_output) for module in model.modules()]
     local = run_local(model, batch, loss)
