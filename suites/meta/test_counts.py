@@ -31,7 +31,7 @@ COUNTED = re.compile(
     re.IGNORECASE,
 )
 HISTORICAL_PHRASES = (  # phrases with a number of a past run, or of a part
-    "391 cells of 36 laws on 2 ranks and as many on 4",
+    "on 2 ranks 935 cells of 103 laws, of which 783 pass",
     "17 combinations run 20 laws or more",
     "was permuted by five mutants",
     "record it 6 mutants",  # the number of a floor
