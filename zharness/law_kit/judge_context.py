@@ -102,9 +102,8 @@ class JudgeContext:
         return any(snapshot.label == label for snapshot in self.evidence[0].snapshots)
 
     def location(self, name: str, part: Part, step: int = 0, rank: int = 0) -> TensorLocation:
-        """Return the location of a tensor; state is where its weight is, but every rank has the number of steps."""
-        layout = {} if name.endswith("/step") else self.evidence[rank].layout
-        return TensorLocation(name, part, step, rank, tuple(layout.get(name.partition("/")[0], ())))
+        """Return the location of a tensor, including the elements that each rank owns; state is where its weight is."""
+        return TensorLocation(name, part, step, rank, tuple(self.evidence[rank].layout.get(name.partition("/")[0], ())))
 
     def compare_losses(self, step: int, expected: Sequence[LocalResult], label: str = "loss") -> Iterator[Comparison]:
         """Check that every rank's loss is bitwise equal to ``expected[data coordinate]`` on the same micro-batch."""

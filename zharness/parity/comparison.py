@@ -35,7 +35,7 @@ class TensorLocation:
     """The origin of a compared tensor: its name, its step, the part of the step, and the rank that recorded it.
 
     ``seen_on`` is the rank that recorded the tensor. ``pieces`` lists the ranges of elements that each rank owns of the
-    parameter, and ``list_pieces`` those of a tensor: a step count has fewer elements than its parameter, and no owner.
+    parameter, and ``list_pieces`` those of the tensor.
     """
 
     name: str
@@ -45,8 +45,12 @@ class TensorLocation:
     pieces: tuple[Piece, ...] = ()
 
     def list_pieces(self, elements: int) -> tuple[Piece, ...]:
-        """Return the ranges that each rank owns of a tensor with this number of elements, if it has those of all."""
-        return self.pieces if all(piece.stop <= elements for piece in self.pieces) else ()
+        """Return the ranges that each rank owns of the tensor, which has ``elements`` elements.
+
+        A step count, and state with fewer elements than its parameter, has no owner.
+        """
+        is_split = not self.name.endswith("/step") and all(piece.stop <= elements for piece in self.pieces)
+        return self.pieces if is_split else ()
 
 
 @dataclass(frozen=True)
