@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 from torch import nn
 
-from zharness.errors import UsageError
-from zharness.workload.shipped_plans import read_shipped_plan
+from zharness.engines.tensor_parallel import require_split_weights
+from zharness.errors import EngineContractError, UsageError
+from zharness.workload.shipped_plans import describe_unsplit_parts, read_shipped_plan
 from zharness.workload.synchronized_norm import replace_synchronized_norms
 
 
@@ -24,6 +28,24 @@ class ModelWithPlan(nn.Module):
 def test_a_pattern_of_a_plan_names_every_layer_that_it_matches() -> None:
     plan = read_shipped_plan("mine:model", ModelWithPlan(), 2)
     assert plan == {"layers.0": "colwise", "layers.1": "colwise", "head": "colwise_gather_output"}
+
+
+def test_parts_of_a_plan_that_stay_whole_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class ModelOfExperts(ModelWithPlan):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.Parameter(torch.ones(2, 2))
+            self.tp_plan |= {"experts": "packed_colwise", "tokens": "embedding_rowwise"}
+
+    spec = SimpleNamespace(model=lambda seed: ModelOfExperts())
+    monkeypatch.setattr("zharness.workload.shipped_plans.model_spec", lambda name: spec)
+    assert describe_unsplit_parts("mine:model", 0) == "tokens (embedding_rowwise), experts (packed_colwise)"
+    assert set(read_shipped_plan("mine:model", ModelOfExperts(), 2)) == {"layers.0", "layers.1", "head"}
+
+
+def test_a_layer_of_the_plan_that_stays_whole_is_refused() -> None:
+    with pytest.raises(EngineContractError, match=r"split no weight of 'head'; the plan says colwise"):
+        require_split_weights(ModelWithPlan(), {"tokens": "sequence_parallel", "head": "colwise"})
 
 
 def test_a_model_without_a_plan_or_with_a_tied_head_is_refused() -> None:

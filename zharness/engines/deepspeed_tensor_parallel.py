@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from zharness.engines.deepspeed_round_robin import RoundRobinLinks
 from zharness.engines.deepspeed_tensors import DeepSpeedTensorReader
 from zharness.engines.protocol import EngineConfig, Feature, Piece
-from zharness.errors import ConfigError
+from zharness.errors import ConfigError, EngineContractError
 from zharness.mesh import TENSOR, Mesh
 
 _DOCUMENTATION = "https://www.deepspeed.ai/tutorials/autotp-training/"
@@ -69,7 +69,7 @@ def build_reader(
         return DeepSpeedTensorReader(engine, params, config.stage, links, data_group=None)
     from deepspeed.utils import groups
 
-    return SplitTensorReader(
+    reader = SplitTensorReader(
         engine,
         params,
         config.stage,
@@ -78,6 +78,8 @@ def build_reader(
         shapes,
         groups.get_tensor_model_parallel_group(),
     )
+    reader.require_split_weights(config.tp_plan, config.mesh.size(TENSOR))
+    return reader
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,20 @@ class SplitTensorReader(DeepSpeedTensorReader):
 
     shapes: Mapping[str, torch.Size]
     tensor_group: Any
+
+    def require_split_weights(self, plan: Mapping[str, str], size: int) -> None:
+        """Raise EngineContractError unless AutoTP split the weight of each module of ``plan`` whose word says so.
+
+        A whole layer gives the numbers of a split one, so that no comparison with plain PyTorch would tell. A weight
+        with fewer rows or columns than the ``size`` of tp is whole on one rank.
+        """
+        for module, word in plan.items():
+            dim = {"column": 0, "row": 1}.get(LAYER_SPECS[word]["partition_type"])
+            name = f"{module}.weight"
+            if dim is None or (name in self.shapes and self.shapes[name][dim] < size):
+                continue
+            if name not in self.shapes or self._split_dim(name) != dim:
+                raise EngineContractError(f"AutoTP did not split {name!r} in dimension {dim}; the plan says {word}")
 
     def grads(self) -> dict[str, Tensor]:
         """Return the full gradients by name."""

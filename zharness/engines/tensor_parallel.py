@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from zharness.engines.device_meshes import get_device_mesh
 from zharness.engines.protocol import EngineConfig, Piece
 from zharness.engines.torch_gathers import gather_full_tensors
-from zharness.errors import ConfigError
+from zharness.errors import ConfigError, EngineContractError
 from zharness.mesh import DATA_AXES, TENSOR, Mesh
 
 if TYPE_CHECKING:
@@ -74,6 +74,22 @@ def apply_plan(model: nn.Module, config: EngineConfig, tensor_ranks: DeviceMesh)
         raise ConfigError("the config has the axis tp, but no tp_plan that says how it splits the model")
     styles = {name: make_style(word) for name, word in config.tp_plan.items()}
     parallelize_module(model, tensor_ranks, styles)
+    require_split_weights(model, config.tp_plan)
+
+
+def require_split_weights(model: nn.Module, plan: Mapping[str, str]) -> None:
+    """Raise EngineContractError unless tp splits the weight of each module of ``plan`` whose word says so.
+
+    ``parallelize_module`` only warns of a name that the model does not have. A whole layer gives the numbers of a split
+    one, so that no comparison with plain PyTorch would tell.
+    """
+    modules = dict(model.named_modules())
+    for name, word in plan.items():
+        placements = getattr(getattr(modules.get(name), "weight", None), "placements", ())
+        if not word.startswith("sequence_parallel") and not any(placement.is_shard() for placement in placements):
+            raise EngineContractError(
+                f"parallelize_module split no weight of {name!r}; the plan says {word}: {PLAN_WORDS[word]}"
+            )
 
 
 def make_style(word: str) -> Any:

@@ -296,7 +296,7 @@ LAWS = (
         observe_mean_gradient,
         judge_mean_gradient,
         kept_because="the cheapest law of random weights, with one backward whatever the number of ranks",
-        models=("mlp",),
+        models=("mlp", "transformer"),
         tier=Tier.CALIBRATED,
     ),
 )

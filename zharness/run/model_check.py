@@ -15,11 +15,12 @@ from zharness.engines.warm_up import GetEnvironment
 from zharness.errors import UsageError
 from zharness.law_set import list_later_changes
 from zharness.laws import get_law
-from zharness.mesh import DEFAULT_MESH, Mesh
+from zharness.mesh import DEFAULT_MESH, TENSOR, Mesh
 from zharness.run import PlannedCell, Record, Request, Runner, plan
 from zharness.run.check_loop import RunOptions, collect_records, run_cells
 from zharness.run.configuration import configuration_for, configuration_on, explain_ignored_key, is_config_file
 from zharness.run.model_facts import (
+    SEED,
     ModelFacts,
     build_and_close_engine,
     describe_model_run,
@@ -45,6 +46,7 @@ from zharness.run.model_memory import (
 )
 from zharness.run.plan import ClaimsLookup, select_stages, validate_request
 from zharness.run.record import RecordFile
+from zharness.workload.shipped_plans import describe_unsplit_parts
 
 OpenSink = Callable[[], RecordFile | None]
 ReportStatus = Callable[[str], None]
@@ -190,6 +192,7 @@ def check_model_on(
     if file_problem:
         report_status(file_problem)
     request = announce_unused_parameters(request, facts, first.claims, report_status)
+    report_unsplit_parts(first, request, report_status)
     if facts.uneven_parameters:
         report_status(f"{check_request.model}: {describe_uneven_ranks(facts)}")
     cells = plan_model_cells(request, check_request, facts, first.claims)
@@ -294,6 +297,16 @@ def announce_unused_parameters(
         return request
     report_status(f"{line}; {engine} asks for the option {option} then, so every cell sets it")
     return replace(request, engine_variant=option)
+
+
+def report_unsplit_parts(runner: Runner, request: Request, report_status: ReportStatus) -> None:
+    """Say which parts of the model's own plan for the axis tp stay whole on each rank."""
+    if TENSOR not in request.mesh.axes:
+        return
+    (model,) = request.models
+    unsplit: str = runner.call_in_judge(describe_unsplit_parts, model, SEED)
+    if unsplit:
+        report_status(f"{model}: whole on every rank of tp, because no engine here splits them: {unsplit}")
 
 
 def describe_run(facts: ModelFacts, cells: Sequence[Cell], check_request: ModelCheckRequest, jobs: int) -> str:

@@ -188,6 +188,7 @@ MODELS: dict[str, ModelSpec] = {
             build=nets.Transformer,
             batch=partial(_draw_parts, nets.draw_tokens),
             loss=nets.next_token_loss,
+            tp_plan=nets.TENSOR_PLAN,
         ),
         ModelSpec(
             name="conv",

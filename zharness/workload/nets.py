@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 FEATURES = 12
 OUTPUTS = 5
+DEPTH = 2  # transformer blocks
 VOCABULARY = 29
 SEQUENCE = 6
 CHANNELS = 3
@@ -54,13 +55,26 @@ class TransformerBlock(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(self.before_mlp(x))))  # type: ignore[no-any-return]
 
 
+# How tp splits the blocks. The queries, keys and values of one layer are gathered, because a chunk of them is no head.
+TENSOR_PLAN = {
+    f"blocks.{block}.{layer}": word
+    for block in range(DEPTH)
+    for layer, word in (
+        ("qkv", "colwise_gather_output"),
+        ("out", "rowwise_split_input"),
+        ("up", "colwise"),
+        ("down", "rowwise"),
+    )
+}
+
+
 class Transformer(nn.Module):
     """A transformer language model whose embedding and head are tied.
 
     The model maps token ids of shape (batch, 6) to logits of shape (batch, 6, 29).
     """
 
-    def __init__(self, width: int = 16, heads: int = 2, depth: int = 2) -> None:
+    def __init__(self, width: int = 16, heads: int = 2, depth: int = DEPTH) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, width)
         self.positions = nn.Embedding(SEQUENCE, width)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
 from torch import nn
 
 from zharness.errors import UsageError
+from zharness.workload.model_lookup import model_spec
 from zharness.workload.synchronized_norm import has_synchronized_norm
+
+SHOWN = 4  # paths in a line
 
 
 def read_shipped_plan(name: str, model: nn.Module, size: int) -> dict[str, str]:
@@ -30,15 +34,38 @@ def read_shipped_plan(name: str, model: nn.Module, size: int) -> dict[str, str]:
     heads = getattr(getattr(model, "config", None), "num_key_value_heads", None) or size
     if heads % size:
         raise UsageError(f"the {heads} key-value heads of {name} cannot be split over tp{size}")
-    modules = {module_name: module for module_name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    plan = {
-        module_name: word
-        for module_name in modules
-        for pattern, word in patterns.items()
-        if fnmatchcase(module_name, pattern)
-    }
+    modules = dict(model.named_modules())
+    plan = {path: word for path, word in match_patterns(model) if is_splittable(modules.get(path))}
     shared = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     for module_name in plan:
         if id(modules[module_name].weight) in shared:
             raise UsageError(f"the plan of {name} splits {module_name}, whose weight is tied to an embedding")
     return plan
+
+
+def is_splittable(module: nn.Module | None) -> bool:
+    """Return whether an engine here splits such a module of a shipped plan; ``None`` stands for a parameter."""
+    return isinstance(module, nn.Linear)
+
+
+def match_patterns(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield the path of each module and parameter that a pattern of the shipped plan matches, with the plan's word."""
+    paths = [path for path, _ in (*model.named_modules(), *model.named_parameters())]
+    for path in paths:
+        for pattern, word in model.tp_plan.items():
+            if fnmatchcase(path, pattern):
+                yield path, word
+
+
+def describe_unsplit_parts(name: str, seed: int) -> str:
+    """Return what of the shipped plan of the model ``name`` every rank keeps whole, or '' if it all is split.
+
+    transformers also plans parameters of experts (``packed_colwise``) and embeddings (``embedding_rowwise``), for which
+    engines here have no word. A whole module gives the numbers of a split one, so that nothing else would tell.
+    """
+    model = model_spec(name).model(seed)
+    if not getattr(model, "tp_plan", None):
+        return ""
+    modules = dict(model.named_modules())
+    unsplit = [f"{path} ({word})" for path, word in match_patterns(model) if not is_splittable(modules.get(path))]
+    return ", ".join(unsplit[:SHOWN]) + (f" and {len(unsplit) - SHOWN} more" if len(unsplit) > SHOWN else "")
