@@ -66,6 +66,7 @@ def describe_unsplit_parts(name: str, seed: int) -> str:
     model = model_spec(name).model(seed)
     if not getattr(model, "tp_plan", None):
         return ""
-    modules = dict(model.named_modules())
-    unsplit = [f"{path} ({word})" for path, word in match_patterns(model) if not is_splittable(modules.get(path))]
+    split = {path for path, module in model.named_modules() if is_splittable(module)}
+    matches = match_patterns(model)
+    unsplit = [f"{path} ({word})" for path, word in matches if not {path, path.rpartition(".")[0]} & split]
     return ", ".join(unsplit[:SHOWN]) + (f" and {len(unsplit) - SHOWN} more" if len(unsplit) > SHOWN else "")
