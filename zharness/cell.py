@@ -82,8 +82,8 @@ class Cell:
         """Return the cell whose id is ``text``. Raise UsageError if ``text`` is not a cell id."""
         match = _ID.fullmatch(text)
         if match is None:
-            laws, _, fields = text.partition("[")
-            names_several = "-" in fields and not {"*", "?"}.isdisjoint(text)
+            laws, _, axes = text.partition("[")
+            names_several = "-" in axes and not {"*", "?"}.isdisjoint(text)
             remedy = f"; to run several cells, give {laws!r} and options such as --engine, --stage and --mesh"
             raise UsageError(
                 f"not a cell id: {text!r}; expected group.law[engine-zeroS-wN-dtype-model], "
