@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from zharness.errors import UsageError
@@ -81,9 +82,12 @@ class Cell:
         """Return the cell whose id is ``text``. Raise UsageError if ``text`` is not a cell id."""
         match = _ID.fullmatch(text)
         if match is None:
+            laws, _, axes = text.partition("[")
+            names_several = "-" in axes and not {"*", "?"}.isdisjoint(text)
+            remedy = f"; to run several cells, give {laws!r} and options such as --engine, --stage and --mesh"
             raise UsageError(
                 f"not a cell id: {text!r}; expected group.law[engine-zeroS-wN-dtype-model], "
-                "for example training.grads[reference-zero3-w2-fp32-mlp]"
+                "for example training.grads[reference-zero3-w2-fp32-mlp]" + remedy * names_several
             )
         fields = match.groupdict()
         return cls(
@@ -110,6 +114,13 @@ def parse_integers(text: str) -> tuple[int, ...]:
         return tuple(dict.fromkeys(int(part) for part in text.split(",")))
     except ValueError:
         raise UsageError(f"got {text!r}; expected integers separated by commas, as in 0,1,2") from None
+
+
+def refuse_partial_ids(patterns: Iterable[str]) -> None:
+    """Raise UsageError for a pattern of laws with a bracket, which a glob would read as a set of letters."""
+    for pattern in patterns:
+        if "[" in pattern:
+            Cell.parse(pattern)
 
 
 def is_cell_id(text: str) -> bool:

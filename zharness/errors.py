@@ -64,6 +64,10 @@ class ConfigError(UsageError):
     """Raised if an engine configuration has a key or a value that the engine does not support."""
 
 
+class UnknownStage(ConfigError):
+    """Raised if an engine is built at a ZeRO stage that it does not have."""
+
+
 class EngineRefusal(ConfigError):
     """Raised if an engine's own code refuses, while the engine is built, a configuration that it claims to support."""
 

@@ -120,6 +120,8 @@ WRONG: dict[str, tuple[str, ...]] = {
     "check --engine reference,ddp": ("name one engine at a time: --engine reference --engine ddp",),
     "check 'training.grads[reference-zero3-w2-fp32-mlp'": ("not a cell id", "expected group.law[engine-zeroS"),
     "check 'training.grads[reference-zero3-w2-fp32]'": ("not a cell id", "for example training.grads["),
+    "check 'parameters.*[deepspeed-zero2-w2.ep2-*]'": ("not a cell id", "give 'parameters.*' and options"),
+    "mutants --law 'training.grad[s]'": ("not a cell id",),
     "check ''": ("unknown law ''",),
     "check --laws ''": ("unknown version of the law set ''", "zharness laws versions"),
     f"model {TINY} --laws 9": ("unknown version of the law set '9'", "zharness laws versions"),

@@ -10,7 +10,7 @@ from subprocess import CompletedProcess
 import pytest
 
 from suites.warm import programs
-from zharness.errors import UsageError
+from zharness.errors import UnknownStage, UsageError
 from zharness.run.plan import first_buildable_claims
 
 ROOT = Path(__file__).parents[2]
@@ -80,12 +80,12 @@ def test_checkpoints_of_an_engine_without_a_learning_rate_schedule_are_checked(t
 
 
 def test_the_reason_is_the_first_that_is_not_about_a_stage() -> None:
-    errors = {0: "unknown stage '0'; allowed: 2", 1: "unknown stage '1'; allowed: 2", 2: "no disk", 3: "no network"}
+    errors = (UnknownStage("no 0"), UnknownStage("no 1"), UsageError("no disk"), UsageError("no network"))
 
     def refuse(_engine: str, stage: int) -> None:
-        raise UsageError(errors[stage])
+        raise errors[stage]
 
     with pytest.raises(UsageError, match="no disk"):
         first_buildable_claims("mine:engine", (0, 1, 2, 3), refuse)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="unknown stage '0'"):
+    with pytest.raises(UsageError, match="no 0"):
         first_buildable_claims("mine:engine", (0, 1), refuse)  # type: ignore[arg-type]

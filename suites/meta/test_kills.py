@@ -11,7 +11,8 @@ import pytest
 from zharness.errors import UsageError
 from zharness.kill_matrix import make_target_cell
 from zharness.kill_matrix.clean_record import make_clean_record, upper_bound
-from zharness.kill_matrix.matrix import KillMatrix, render_fault_kinds_table
+from zharness.kill_matrix.command import KillOptions, Scope, plan_attempts
+from zharness.kill_matrix.matrix import KillMatrix, list_complaints, render_fault_kinds_table
 from zharness.kill_matrix.resume import load_finished_records
 from zharness.laws import LAWS
 from zharness.mutants import MUTANTS, Mutant, find_mutants
@@ -45,6 +46,28 @@ def test_a_mutant_that_no_law_kills_survives_and_the_exit_code_is_1() -> None:
     assert matrix.sole_kills_by_law() == {"training.grads": ("never_reduces",), "training.trajectory": ()}
     assert matrix.exit_code() == 1
     assert make_matrix(make_record(NEVER, Verdict.FAIL)).exit_code() == 0
+
+
+def test_a_mutant_that_survives_one_target_is_named_and_the_exit_code_is_1() -> None:
+    mutant = MUTANTS["only_the_first_backward_counts"]
+    verdicts = (Verdict.FAIL, Verdict.PASS, Verdict.ERROR)
+    first, second, third = (make_record(mutant, verdict, number) for number, verdict in enumerate(verdicts))
+    matrix = KillMatrix((mutant,), (first.cell.law,), (first, second))
+    assert (matrix.survivors(), matrix.survived_targets(), matrix.exit_code()) == ([], [second], 1)
+    assert f"{second.cell.id} is a target that the mutant survives" in list_complaints(matrix)
+    assert replace(matrix, records=(first,)).exit_code() == 0
+    assert not replace(matrix, records=(first, third)).survived_targets()
+
+
+def test_the_scope_of_targets_runs_every_target_and_nothing_else() -> None:
+    mutant = MUTANTS["drops_optimizer_options"]
+    laws = [LAWS[name] for name in sorted(mutant.named_laws)]
+    attempts = plan_attempts([mutant], laws, KillOptions(scope=Scope.TARGETS))
+    planned = sorted(cell.cell.id for attempt in attempts for cell in attempt.cells)
+    assert planned == sorted(make_target_cell(mutant, target).id for target in mutant.targets)
+    assert len(planned) > len(laws)
+    (first, *_) = plan_attempts([mutant], [LAWS["access.read_grad"], *laws], KillOptions())
+    assert first.law in mutant.named_laws
 
 
 def test_each_kind_of_fault_is_counted_with_its_least_and_its_median_number_of_killers() -> None:

@@ -169,7 +169,8 @@ for command in (
     type=NameChoice(["every", "targets"]),
     default="every",
     show_default=True,
-    help="every: run all laws on each mutant (hours). targets: run only the laws that have to kill it (minutes).",
+    help="every: run all laws on each mutant, each until a cell kills it (hours). targets: run every cell that has to "
+    "kill it (minutes).",
 )
 @click.option(
     "--world-size", "world_sizes", callback=parse_integer_option, default="2", metavar="2,4", show_default=True
@@ -202,18 +203,17 @@ def mutants(
 ) -> int:
     """Run the laws on mutants, engines that are broken on purpose, and report which law kills which mutant.
 
-    A PATTERN is a mutant's name or a glob. Without a PATTERN, every mutant is run. On each mutant, a law runs until one
-    of its cells kills the mutant. The exit code is 1 if a mutant survives or a law kills no mutant. `zharness list
-    mutants` describes the mutants.
+    A PATTERN is a mutant's name or a glob. Without a PATTERN, every mutant is run. The exit code is 1 if a mutant
+    survives, also one of its targets, or a law kills no mutant. `zharness list mutants` describes the mutants.
     """
     from zharness.cli.name_index import require_known_names
 
     require_known_names(mutants=patterns, laws=checks, models=models)
-    from zharness.kill_matrix.command import KillOptions, LawScope, run_mutants
+    from zharness.kill_matrix.command import KillOptions, Scope, run_mutants
     from zharness.run.check_loop import run_cells
 
     return run_mutants(
-        patterns, KillOptions(checks, world_sizes, models, timeout, jobs, LawScope(scope)), jsonl, run_cells
+        patterns, KillOptions(checks, world_sizes, models, timeout, jobs, Scope(scope)), jsonl, run_cells
     )
 
 

@@ -15,7 +15,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from zharness import engines
-from zharness.cell import Cell, is_cell_id
+from zharness.cell import Cell, is_cell_id, refuse_partial_ids
 from zharness.engines.registry import BUILT_IN
 from zharness.errors import UsageError
 from zharness.names import (
@@ -125,6 +125,7 @@ def require_known_names(
         require_model(model, [row["model"] for row in index.models])
     require_mutants(mutants, [row["mutant"] for row in index.mutants])
     patterns = [pattern for pattern in laws if not is_cell_id(pattern)]
+    refuse_partial_ids(patterns)
     refuse_other_names(patterns, index.law_names)
     require_laws(patterns, index.law_names)
     for pattern in filter(is_cell_id, laws):
@@ -132,14 +133,12 @@ def require_known_names(
 
 
 def refuse_other_names(patterns: Iterable[str], laws: Sequence[str]) -> None:
-    """Raise UsageError for a pattern that is an engine, or a cell id with a mistake, and matches none of ``laws``."""
+    """Raise UsageError for a pattern that is an engine and matches none of ``laws``."""
     for pattern in patterns:
         if any(matches_pattern(name, pattern) for name in laws):
             continue
         if re.split("[=@]", pattern, maxsplit=1)[0] in BUILT_IN or FACTORY_PATH.fullmatch(pattern):
             raise UsageError(f"got {pattern!r} as a law; to check this engine, give --engine {pattern}")
-        if "[" in pattern:
-            Cell.parse(pattern)
 
 
 def require_cell(cell: Cell, index: NameIndex) -> None:

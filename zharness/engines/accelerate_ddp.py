@@ -113,7 +113,7 @@ class AccelerateEngine(TorchEngine):
         self._is_open = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and self.module.training:
+        if torch.is_grad_enabled():
             self._begin_micro_batch()
         with self._autocast():
             return self._wrapped(*args, **kwargs)
@@ -138,8 +138,11 @@ class AccelerateEngine(TorchEngine):
 
     def zero_grad(self) -> None:
         # Inside a window the prepared optimizer's zero_grad does nothing, and nothing else begins a window anew.
-        self._end_micro_batch()
-        self._accelerator.step = 0
+        if self._is_open and not self._accelerator.sync_gradients:
+            self._accelerator.step = 1  # the backward of a forward that ran is the first of the new window
+        else:
+            self._end_micro_batch()
+            self._accelerator.step = 0
         self._optimizer.zero_grad(set_to_none=True)
 
     def save(self, path: Path) -> None:

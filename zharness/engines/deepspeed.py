@@ -57,7 +57,7 @@ from zharness.engines.protocol import (
     Piece,
     Reduction,
 )
-from zharness.errors import ConfigError, EngineContractError, EngineRefusal
+from zharness.errors import ConfigError, EngineContractError, EngineRefusal, UnknownStage
 from zharness.mesh import EXPERT
 
 
@@ -70,7 +70,7 @@ def factory(model: nn.Module, config: EngineConfig) -> DeepSpeedEngine:
     if config.dtype not in CAPABILITIES.dtypes:
         raise ConfigError.unknown_name("dtype of the deepspeed engine", config.dtype, sorted(CAPABILITIES.dtypes))
     if config.stage not in CAPABILITIES.stages:
-        raise ConfigError.unknown_name("stage of the deepspeed engine", config.stage, sorted(CAPABILITIES.stages))
+        raise UnknownStage.unknown_name("stage of the deepspeed engine", config.stage, sorted(CAPABILITIES.stages))
     if config.reduction is Reduction.SUM and config.stage == 3:
         raise ConfigError("got reduction sum at stage 3; DeepSpeed reduces by sum at stages 0-2 only; use mean")
     if reason := CAPABILITIES.explain_axes(config.mesh):

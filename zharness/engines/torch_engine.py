@@ -33,7 +33,7 @@ from zharness.engines.protocol import (
 )
 from zharness.engines.torch_access import BY_STATE_DICT, TENSOR_ACCESS, TorchTensorAccess
 from zharness.engines.torch_checkpoint import CheckpointFormat, EngineState
-from zharness.errors import ConfigError, UsageError
+from zharness.errors import ConfigError, UnknownStage, UsageError
 
 K = TypeVar("K")
 FullTensors = Callable[[Sequence[Tensor]], Sequence[Tensor]]
@@ -133,13 +133,13 @@ def validate_dtype(config: EngineConfig, capabilities: Capabilities) -> None:
 
 
 def validate_config(config: EngineConfig, capabilities: Capabilities, options: Mapping[str, str]) -> None:
-    """Raise ConfigError for an unsupported stage, dtype, accumulation owner or option.
+    """Raise ConfigError for an unsupported dtype, accumulation owner or option, and UnknownStage for a stage.
 
     ``options`` maps each allowed option to its description.
     """
     validate_dtype(config, capabilities)
     if config.stage not in capabilities.stages:
-        raise ConfigError.unknown_name("stage", config.stage, sorted(capabilities.stages))
+        raise UnknownStage.unknown_name("stage", config.stage, sorted(capabilities.stages))
     reason = capabilities.refusal(Feature.ENGINE_ACCUMULATION)
     if config.accumulation_owner is AccumulationOwner.ENGINE and reason is not None:
         raise ConfigError(f"AccumulationOwner.ENGINE is not supported: {reason}; use AccumulationOwner.CALLER")

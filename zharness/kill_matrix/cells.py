@@ -39,7 +39,7 @@ def plan_kill_attempts(
     The fp32 cells use ``world_sizes`` and those of the law's models that are in ``models``; if ``models`` is empty,
     they use the law's first model.
     """
-    targets = [make_target_cell(mutant, target) for target in mutant.targets if target.law == law.name]
+    targets = plan_targets(mutant, law)
     chosen = [model for model in law.models if model in models] if models else law.models[:1]
     rest = [
         Cell(law.name, mutant.engine, stage, world_size, "fp32", model, variant)
@@ -48,10 +48,17 @@ def plan_kill_attempts(
         for stage in mutant.stages
         for variant in law.workload_variants
     ]
-    others = [cell for cell in dict.fromkeys(rest) if cell not in targets]
-    # A target runs even if the correct engine is known to fail there: part and parameter distinguish the two failures.
-    claimed = [PlannedCell(cell) for cell in targets if not unsupported_reason(law, cell, mutant.claims(cell.stage))]
-    return KillAttempts(mutant, law.name, (*claimed, *select_runnable_cells(mutant, law, others)))
+    others = [cell for cell in dict.fromkeys(rest) if PlannedCell(cell) not in targets]
+    return KillAttempts(mutant, law.name, (*targets, *select_runnable_cells(mutant, law, others)))
+
+
+def plan_targets(mutant: Mutant, law: Law) -> list[PlannedCell]:
+    """Return the cells of ``law`` that have to kill ``mutant``, without those that it does not claim to support.
+
+    A target runs even if the correct engine is known to fail there: part and parameter distinguish the two failures.
+    """
+    cells = [make_target_cell(mutant, target) for target in mutant.targets if target.law == law.name]
+    return [PlannedCell(cell) for cell in cells if not unsupported_reason(law, cell, mutant.claims(cell.stage))]
 
 
 def select_runnable_cells(mutant: Mutant, law: Law, cells: Sequence[Cell]) -> Iterator[PlannedCell]:

@@ -14,11 +14,11 @@ from tqdm import tqdm
 
 from zharness.device import compute_device_type, require_usable_gpus
 from zharness.errors import UsageError
-from zharness.kill_matrix.cells import KillAttempts, plan_kill_attempts
+from zharness.kill_matrix.cells import KillAttempts, plan_kill_attempts, plan_targets
 from zharness.kill_matrix.matrix import KillMatrix, index_mutant_records, render_matrix
 from zharness.kill_matrix.mutant_runner import MutantRunner
 from zharness.kill_matrix.resume import load_finished_records
-from zharness.laws import find_laws
+from zharness.laws import Law, find_laws
 from zharness.mutants import Mutant, find_mutants
 from zharness.run import PlannedCell, Record, Runner
 from zharness.run.record import open_record_file
@@ -29,11 +29,11 @@ from zharness.world.limits import check_world_size
 RunCells = Callable[[Sequence[PlannedCell], Sequence[Runner]], Iterator[Record]]
 
 
-class LawScope(Enum):
-    """The laws that are run on each mutant: all selected laws, or only those that the mutant's targets name."""
+class Scope(Enum):
+    """What runs on each mutant: each selected law until it kills the mutant, or every target of the mutant."""
 
     EVERY_LAW = "every"
-    TARGET_LAWS = "targets"
+    TARGETS = "targets"
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class KillOptions:
     """The options of ``zharness mutants``.
 
     ``laws``, ``world_sizes`` and ``models`` select the cells that are run on each mutant. ``timeout`` is the time limit
-    of one cell in seconds, and ``parallel_cells`` is the number of cells that run at the same time. ``scope`` says
-    whether all selected laws are run on a mutant, or only those that its targets name.
+    of one cell in seconds, and ``parallel_cells`` is the number of cells that run at the same time. With the scope of
+    targets, a mutant's targets of the selected laws run, on their own world sizes and models.
     """
 
     laws: tuple[str, ...] = ()
@@ -50,7 +50,7 @@ class KillOptions:
     models: tuple[str, ...] = ()
     timeout: float = 60.0
     parallel_cells: int = 1
-    scope: LawScope = LawScope.EVERY_LAW
+    scope: Scope = Scope.EVERY_LAW
 
 
 def select_mutants_of_device(mutants: Sequence[Mutant]) -> list[Mutant]:
@@ -83,11 +83,7 @@ def run_mutants(patterns: tuple[str, ...], options: KillOptions, jsonl: Path | N
     for world_size in options.world_sizes:
         check_world_size(world_size)
     require_usable_gpus((max(options.world_sizes) + 1) * options.parallel_cells)
-    targets = [(mutant, law) for mutant in chosen for law in laws if law.name in mutant.named_laws]
-    pairs = targets if options.scope is LawScope.TARGET_LAWS else [(mutant, law) for mutant in chosen for law in laws]
-    # Targets run first, so that an interrupted run has run the laws that are likeliest to kill the mutants.
-    pairs = list(dict.fromkeys([*targets, *pairs]))
-    attempts = [plan_kill_attempts(*pair, options.world_sizes, options.models) for pair in pairs]
+    attempts = list(plan_attempts(chosen, laws, options))
     known = index_mutant_records(load_finished_records(jsonl)) if jsonl is not None else {}
     with ExitStack() as stack:
         file = stack.enter_context(open_record_file(jsonl)) if jsonl is not None else None
@@ -113,6 +109,19 @@ def run_mutants(patterns: tuple[str, ...], options: KillOptions, jsonl: Path | N
     matrix = KillMatrix(tuple(chosen), tuple(law.name for law in laws), records)
     click.echo(render_matrix(matrix))
     return matrix.exit_code()
+
+
+def plan_attempts(mutants: Sequence[Mutant], laws: Sequence[Law], options: KillOptions) -> Iterator[KillAttempts]:
+    """Yield the attempts of each pair of a mutant and a law, or one for each target.
+
+    Pairs with a target are first, so that an interrupted run has run the laws that are likeliest to kill the mutants.
+    """
+    pairs = [(mutant, law) for mutant in mutants for law in laws]
+    for mutant, law in sorted(pairs, key=lambda pair: pair[1].name not in pair[0].named_laws):
+        if options.scope is Scope.EVERY_LAW:
+            yield plan_kill_attempts(mutant, law, options.world_sizes, options.models)
+        else:
+            yield from (KillAttempts(mutant, law.name, (cell,)) for cell in plan_targets(mutant, law))
 
 
 def select_remaining_cells(attempts: KillAttempts, records_by_id: dict[str, Record]) -> list[PlannedCell]:

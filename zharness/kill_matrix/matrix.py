@@ -88,6 +88,12 @@ class KillMatrix:
                         )
         return killed_count, messages
 
+    def survived_targets(self) -> list[Record]:
+        """Return the records of targets that have to kill their mutant and do not, without errors of the harness."""
+        targets = {make_target_cell(mutant, target) for mutant in self.mutants for target in mutant.targets}
+        ended = [record for record in self.records if record.cell in targets and not record.verdict.is_broken]
+        return [record for record in ended if record.verdict is not Verdict.ERROR]
+
     def errors(self) -> list[Record]:
         """Return the records of cells in which the harness failed."""
         return [record for record in self.records if record.verdict is Verdict.ERROR]
@@ -95,12 +101,13 @@ class KillMatrix:
     def exit_code(self) -> int:
         """Return 3 if the harness failed in a cell, 1 if the matrix shows a problem, or 0.
 
-        A problem is a mutant that survives, an equivalent mutant that is killed, or a law that has no use.
+        A problem is a mutant that survives all laws or a target, an equivalent mutant that is killed, or a law that has
+        no use.
         """
         if self.errors():
             return 3
-        bad = (self.survivors(), self.killed_equivalents(), self.laws_without_kills(), self.laws_without_reason())
-        return 1 if any(bad) else 0
+        of_mutants = (self.survivors(), self.survived_targets(), self.killed_equivalents())
+        return 1 if any((*of_mutants, self.laws_without_kills(), self.laws_without_reason())) else 0
 
 
 def render_matrix(matrix: KillMatrix) -> str:
@@ -132,7 +139,12 @@ def render_mutants_table(matrix: KillMatrix) -> str:
 def render_laws_table(matrix: KillMatrix) -> str:
     """Render a table that has a row with the number of kills of each law that was run."""
     kills, sole_kills = matrix.kills_by_law(), matrix.sole_kills_by_law()
-    rows = [[law, len(kills[law]), ", ".join(sole_kills[law]) or LAWS[law].kept_because] for law in matrix.laws]
+    ran = {record.cell.law for record in matrix.records}
+    rows = [
+        [law, len(kills[law]), ", ".join(sole_kills[law]) or LAWS[law].kept_because]
+        for law in matrix.laws
+        if law in ran
+    ]
     return tabulate(rows, ["law", "kills", "only killer of, or why it is kept"], maxcolwidths=[None, None, 80])
 
 
@@ -156,6 +168,7 @@ def list_complaints(matrix: KillMatrix) -> Iterable[str]:
     """Return a paragraph for each kind of problem, with a line for each mutant, law or cell that has the problem."""
     kinds: Sequence[tuple[str, Sequence[str]]] = (
         ("survives every law", [mutant.name for mutant in matrix.survivors()]),
+        ("is a target that the mutant survives", [record.cell.id for record in matrix.survived_targets()]),
         ("is declared equivalent and is killed", [mutant.name for mutant in matrix.killed_equivalents()]),
         ("kills no mutant", matrix.laws_without_kills()),
         ("is no mutant's only killer, and its kept_because is empty", matrix.laws_without_reason()),

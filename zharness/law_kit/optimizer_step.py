@@ -213,9 +213,7 @@ class ParameterStep:
         plain = partial(run_plain_step, optimizer, self.weight, grad, self.state_before, self.hyperparameters)
         for key, value in moments.items():
             moment = self.state_after.get(key, torch.full_like(value.value, torch.nan))
-            # State with the weight's shape is sharded like the weight.
-            pieces = location.pieces if moment.shape == self.weight.shape else ()
-            place = replace(location, name=f"{location.name}/{key}", pieces=pieces)
+            place = replace(location, name=f"{location.name}/{key}")
             bound = value.error if tier is Tier.STAGED else torch.zeros_like(value.error)
             comparison = attach_plain_values(
                 compare_within_bound(place, value.value, moment, bound, tier), partial(plain, key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from zharness.cell import refuse_partial_ids
 from zharness.law_kit.law import Law
 from zharness.laws import (
     access,
@@ -94,7 +95,8 @@ def get_law(name: str) -> Law:
 def find_laws(patterns: tuple[str, ...]) -> list[Law]:
     """Return the laws that match any of the glob ``patterns``, or all laws if ``patterns`` is empty.
 
-    Raise UsageError if a pattern matches no law.
+    Raise UsageError if a pattern matches no law, or has a bracket.
     """
+    refuse_partial_ids(patterns)
     require_laws(patterns, LAWS)
     return [law for name, law in LAWS.items() if not patterns or any(matches_pattern(name, p) for p in patterns)]

@@ -11,7 +11,7 @@ from zharness import engines
 from zharness.device import rank_device
 from zharness.engines import Capabilities, EngineConfig, registry
 from zharness.engines.protocol import CallForm
-from zharness.errors import UsageError
+from zharness.errors import UnknownStage, UsageError
 from zharness.law_kit.construction import construct_engine, require_gradients, require_initial_weights
 from zharness.run.observe_and_judge import raise_as_usage_error
 from zharness.workload import model_spec
@@ -43,7 +43,8 @@ def make_usage_error(failure: RankOutcome, fallback_message: str) -> UsageError:
     The error has the message of the failure's exception if that is an exception of zharness, else ``fallback_message``.
     """
     is_zharness_error = failure.exception.startswith("zharness.errors.")
-    return UsageError(failure.cause.partition(": ")[2] if is_zharness_error else fallback_message)
+    kind = UnknownStage if failure.exception == f"zharness.errors.{UnknownStage.__name__}" else UsageError
+    return kind(failure.cause.partition(": ")[2] if is_zharness_error else fallback_message)
 
 
 def get_engine_version(engine: str) -> str:
@@ -70,7 +71,7 @@ def probe_capabilities(engine: str, stage: int) -> Capabilities:
     except UsageError as error:
         is_about_a_mesh = declared is None and "mesh" in str(error)
         hint = "; declare its attribute 'capabilities' if the engine cannot be built without a mesh"
-        raise UsageError(f"{error}{hint if is_about_a_mesh else ''}") from error
+        raise type(error)(f"{error}{hint if is_about_a_mesh else ''}") from error
     claims = built.capabilities
     with raise_as_usage_error(f"full_params() of engine {engine!r}"):
         require_initial_weights(built.full_params(), spec.model(0))

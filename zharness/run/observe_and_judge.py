@@ -19,7 +19,7 @@ from zharness.device.determinism import collect_nondeterministic_operators
 from zharness.device.float32_products import multiply_with
 from zharness.engines import Capabilities, EngineConfig
 from zharness.engines.options import merge_options
-from zharness.errors import EngineContractError, HarnessFault, UsageError
+from zharness.errors import EngineContractError, HarnessFault, UnknownStage, UsageError
 from zharness.law_kit.default_training import DEFAULT_TRAINING, TrainingConfig
 from zharness.law_kit.dtypes import choose_products
 from zharness.law_kit.judge_context import stop_at_first_mismatch
@@ -362,10 +362,14 @@ def is_blind(comparison: Comparison) -> bool:
 
 @contextmanager
 def raise_as_usage_error(subject: str) -> Iterator[None]:
-    """Convert an exception of the user's code in the ``with`` block to a UsageError that begins with ``subject``."""
+    """Convert an exception of the user's code in the ``with`` block to a UsageError that begins with ``subject``.
+
+    An UnknownStage stays one.
+    """
     try:
         yield
     except (EngineContractError, UsageError) as error:  # these messages are written for the user
-        raise UsageError(f"{subject}: {error}") from error
+        kind = UnknownStage if isinstance(error, UnknownStage) else UsageError
+        raise kind(f"{subject}: {error}") from error
     except Exception as error:
         raise UsageError(f"{subject} raised {describe_exception(error)}") from error

@@ -12,7 +12,7 @@ from zharness.device import is_gpu_requested
 from zharness.device.float32_products import find_tf32_problem
 from zharness.engines import Capabilities
 from zharness.engines.options import find_exclusion
-from zharness.errors import UsageError
+from zharness.errors import UnknownStage, UsageError
 from zharness.law_kit.dtypes import KNOWN_DTYPES
 from zharness.law_kit.given_programs import ProgramCell, split_variant
 from zharness.law_kit.law import ModelScope
@@ -274,7 +274,7 @@ def first_buildable_claims(engine: str, stages: tuple[int, ...], claims: ClaimsL
             return claims(engine, stage)
         except UsageError as error:
             errors.append(error)
-    raise next((error for error in errors if "unknown stage" not in str(error)), errors[0])
+    raise next((error for error in errors if not isinstance(error, UnknownStage)), errors[0])
 
 
 def list_dtypes(law: Law, variant: str, request: Request) -> Iterator[str]:

@@ -15,6 +15,7 @@ from zharness.laws.circumstances.common import ALL_EXPERTS, make_accumulated, su
 
 WINDOWS = 2  # a clipped step rounds, so only the last step of a scenario may clip
 ZERO_WINDOW = 0  # the window whose losses are zero
+NEVER_ZERO = 0.5  # added to a loss, which is an integer, so that no loss but those times 0 is zero by chance
 CLIP = 4.0  # far below the norm of every window's gradient
 
 
@@ -25,7 +26,7 @@ def make_zero_script(on_all_ranks: bool) -> WindowScript:
         """Train one micro-batch, and return its loss."""
         batch = participant.get_batch(window + WINDOWS * micro)
         factor = 0 if window == ZERO_WINDOW and (on_all_ranks or participant.rank == 0) else 1
-        loss = factor * sum_loss(participant.call(batch.inputs), batch.target)
+        loss = factor * (sum_loss(participant.call(batch.inputs), batch.target) + NEVER_ZERO)
         participant.backward(loss)
         return {"loss": loss}
 
@@ -36,7 +37,7 @@ def train_with_zero_first(participant: Participant, window: int, micro: int) -> 
     """Train one micro-batch; on rank 0 the loss of the first one of each accumulation window is zero."""
     batch = participant.get_batch(window + WINDOWS * micro)
     factor = 0 if micro == 0 and participant.rank == 0 else 1
-    participant.backward(factor * sum_loss(participant.call(batch.inputs), batch.target))
+    participant.backward(factor * (sum_loss(participant.call(batch.inputs), batch.target) + NEVER_ZERO))
 
 
 ZERO_ON_ONE_RANK = WindowScenario(make_zero_script(on_all_ranks=False), WINDOWS)
