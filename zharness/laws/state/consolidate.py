@@ -64,15 +64,16 @@ def judge_consolidate(ctx: JudgeContext) -> Iterator[Comparison]:
                 ctx.location(name, Part.GATHER, rank=rank), first, ctx.rank_records("tied")[rank][name]
             )
     require_exact_sums(ctx, 1, ctx.rank_records("params")[0])
-    for rank, loss in enumerate(ctx.baseline.run_ranks(partial(compute_loaded_loss, ctx))):
-        yield compare_bitwise(
-            ctx.location("loss", Part.FORWARD, 1, rank), loss, ctx.rank_records("loss", 1)[rank]["loss"]
-        )
+    losses = ctx.baseline.run_ranks(partial(compute_loaded_loss, ctx))
+    for rank, record in enumerate(ctx.rank_records("loss", 1)):
+        place = ctx.location("loss", Part.FORWARD, 1, rank)
+        yield compare_bitwise(place, losses[ctx.data_coordinate(rank)], record["loss"])
 
 
-def compute_loaded_loss(ctx: JudgeContext, rank: int) -> Tensor:
-    """Return the loss of a plain model that loads the state dict of ``rank``, on the rank's second micro-batch."""
-    module, batch = ctx.baseline.build_module(), ctx.baseline.batch(rank, 1)
+def compute_loaded_loss(ctx: JudgeContext, coordinate: int) -> Tensor:
+    """Return a plain model's loss on the second micro-batch of a data coordinate, whose first rank's dict it loads."""
+    module, batch = ctx.baseline.build_module(), ctx.baseline.batch(coordinate, 1)
+    rank = next(rank for rank in range(ctx.world_size) if ctx.data_coordinate(rank) == coordinate)
     module.load_state_dict(dict(ctx.rank_records("full")[rank]))
     return ctx.baseline.objective(ctx.baseline.compute_output(module, batch), batch).detach()
 
