@@ -13,8 +13,9 @@ from zharness.law_kit.judge_context import JudgeContext
 from zharness.parity import Comparison, Part, Tier, compare_bitwise, compare_within_bound
 from zharness.parity.baseline import Baseline, convert_to_float64, run_backward
 from zharness.parity.bounds import unit_roundoff
-from zharness.parity.calibration import CALIBRATION_RUNS, LARGEST_FACTOR, permute_samples
+from zharness.parity.calibration import CALIBRATION_RUNS, LARGEST_FACTOR
 from zharness.parity.compare import check_names
+from zharness.parity.sample_draws import permute_rows
 from zharness.workload import Batch
 
 Buffers = Mapping[str, Tensor]
@@ -127,7 +128,7 @@ def permute(batch: Batch, seed: int | None) -> Batch:
     """Return ``batch`` with its samples in the order that ``seed`` determines, or unchanged if it is None."""
     if seed is None:
         return batch
-    order = permute_samples(batch.num_samples, seed)
+    order = permute_rows(batch.num_samples, seed)
     return batch.map_tensors(lambda tensor: tensor[order])
 
 

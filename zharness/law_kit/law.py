@@ -105,7 +105,8 @@ class Law:
     built, so that an engine which an earlier cell has built in the same process would hide what a first one changes, or
     that it leaves process groups of which a part of the ranks are members, which changes what torch names later groups.
     ``setting_support`` says for which accumulation windows and calls of backward the law is stated, and
-    ``mesh_support`` on which meshes. ``mesh_dtypes`` are the dtypes beside fp32 in which a check of every law on a mesh
+    ``mesh_support`` on which meshes. ``judges_split_sums`` says that the judge allows for sums of random models that tp
+    adds up in parts, in fp32. ``mesh_dtypes`` are the dtypes beside fp32 in which a check of every law on a mesh
     runs this one, because ranks have fp32 copies of weights there. ``form`` is the form in which the law calls an
     engine.
     """
@@ -133,6 +134,7 @@ class Law:
     needs_fresh_ranks: bool = False
     setting_support: SettingSupport = SettingSupport.OPTIONS_ONLY
     mesh_support: MeshSupport = MeshSupport.ANY
+    judges_split_sums: bool = False
     mesh_dtypes: tuple[str, ...] = ()
     form: CallForm = CallForm.FORWARD_AND_BACKWARD
 

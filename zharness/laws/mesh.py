@@ -18,19 +18,19 @@ from zharness.engines.tensor_access import require_shard_access
 from zharness.law_kit.clipped_step import bound_clipped_parts, compute_first_absolute_grads, judge_clipped_step
 from zharness.law_kit.clipping import judge_clip_factor
 from zharness.law_kit.given_programs import ProgramForm
-from zharness.law_kit.hints import add_hint, hint_factor
+from zharness.law_kit.hints import add_hint
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Law, MeshSupport, Variant
 from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_step, judge_step
 from zharness.law_kit.other_norms import Spans, list_owned_spans
 from zharness.law_kit.rank_context import RankContext, scalar
 from zharness.law_kit.record_comparisons import compare_initial_weights
+from zharness.law_kit.split_sums import compare_split_grads
 from zharness.laws.training.common import JudgeFunction, ObserveFunction
 from zharness.laws.training.grads import judge_one_hot_rank, observe_one_hot_rank
 from zharness.laws.training.reduction import judge_no_sync, observe_no_sync
-from zharness.parity import Comparison, Part, Tier, compare_bitwise, compare_ranks
+from zharness.parity import Comparison, Part, Tier, compare_bitwise
 from zharness.parity.baseline import LocalResult
-from zharness.parity.calibration import calibrate_mean, compare_calibrated
 
 MODELS = ("exact", "heads", "sequence", "routed")
 SPLIT_IN_PAIRS = ("heads", "routed")  # by columns and then by rows, without a gather between; and by experts
@@ -192,14 +192,7 @@ def observe_mean_gradient(ctx: RankContext) -> None:
 
 def judge_mean_gradient(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare the gradients of rank 0 by tier C with the float64 mean, and those of all ranks with each other."""
-    calibrated = calibrate_mean(ctx.baseline, ctx.data_size)
-    rank_grads = ctx.rank_records("grads")
-    ctx.check_gradient_names(calibrated.oracle.keys(), rank_grads[0])
-    grads = {name: rank_grads[0][name].double() for name in calibrated.oracle}
-    compared = compare_calibrated(ctx.location("", Part.REDUCTION, rank=0), calibrated, grads)
-    yield hint_factor(compared, grads, calibrated.oracle)
-    for name in calibrated.oracle:
-        yield from compare_ranks(ctx.location(name, Part.REDUCTION), [record[name] for record in rank_grads])
+    yield from compare_split_grads(ctx, "grads")
 
 
 def mesh_law(

@@ -26,6 +26,7 @@ from zharness.law_kit.scenario_baseline import collect_grads
 from zharness.law_kit.scenario_law import scenario_law
 from zharness.law_kit.scenarios import Participant, Scenario, ScenarioScript, UnusedGrads
 from zharness.law_kit.setting import SettingSupport
+from zharness.law_kit.split_sums import compare_split_grads, splits_sums
 from zharness.parity import Comparison, Part, Tier, compare_bitwise
 from zharness.workload.exact_blocks import ODD_PARAMETERS
 from zharness.workload.gpu_models import draw_on_compute_device
@@ -254,6 +255,9 @@ def judge_deferred(ctx: JudgeContext) -> Iterator[Comparison]:
     ctx = replace(ctx, baseline=replace(ctx.baseline, spec=draw_on_compute_device(ctx.baseline.spec)))
     yield from compare_initial_weights(ctx)
     yield from compare_record_of_ranks(ctx, "params", 0, 0)
+    if splits_sums(ctx):
+        yield from compare_split_grads(ctx, "grads")
+        return
     local = ctx.compute_local_grads(step=0)
     yield from ctx.compare_losses(0, local)
     yield from ctx.compare_reduced_grads("grads", [local])
@@ -381,6 +385,7 @@ LAWS = (
         observe=observe_deferred,
         judge=judge_deferred,
         features=(Feature.DEFERRED,),
+        judges_split_sums=True,
         variants=(Variant(), Variant(OWN_GENERATORS)),
         setting_support=SettingSupport.WINDOWS_AND_CALLS,
         kept_because="the only law that builds on the meta device",

@@ -72,7 +72,7 @@ class OverFSDP2(Around):
     """The base class of mutants around FSDP2, whose optimizer is torch's own over sharded parameters."""
 
     over = "fsdp2"
-    stages = (3,)
+    stages: ClassVar[tuple[int, ...]] = (3,)
 
 
 class HookedParameters(Around):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -39,7 +39,7 @@ def on_mesh(
 class OverMesh(OverFSDP2):
     """The base class of mutants of a mesh, at the stage that keeps weights gathered from forward to backward."""
 
-    stages = (2,)
+    stages: ClassVar[tuple[int, ...]] = (2,)
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from zharness.parity.baseline import Baseline, convert_to_float64, run_backward, run_local
 from zharness.parity.compare import build_mismatch
 from zharness.parity.comparison import Comparison, MismatchTensors, TensorLocation, Tier
-from zharness.parity.sample_draws import SharedDrawError, find_sample_dims, record_draws, replay_draws
+from zharness.parity.sample_draws import SharedDrawError, find_sample_dims, permute_rows, record_draws, replay_draws
 from zharness.parity.wide_floats import widen_named_dtypes
 from zharness.workload import Batch
 
@@ -67,7 +67,7 @@ class SampleRuns:
 
     ``loss_weights`` has a factor for the loss of each rank; it counts where a SyncBatchNorm joins the ranks. ``draws``
     are the random tensors that the forward and backward of the whole micro-batch drew, and ``sample_dims`` the
-    dimension of each that counts samples.
+    dimension of each that counts samples. ``params`` are the weights (None: the initial ones).
     """
 
     baseline: Baseline
@@ -76,6 +76,7 @@ class SampleRuns:
     loss_weights: tuple[float, ...]
     draws: tuple[Tensor, ...]
     sample_dims: tuple[int, ...] = ()
+    params: Grads | None = None
 
     @property
     def batch(self) -> Batch:
@@ -83,7 +84,9 @@ class SampleRuns:
         return self.baseline.batch(self.rank, self.step)
 
     @classmethod
-    def record(cls, baseline: Baseline, rank: int, step: int, loss_weights: tuple[float, ...] = ()) -> SampleRuns:
+    def record(
+        cls, baseline: Baseline, rank: int, step: int, loss_weights: tuple[float, ...] = (), params: Grads | None = None
+    ) -> SampleRuns:
         """Run the whole micro-batch to record what it draws, and half of it to find its samples in these numbers.
 
         Raises SharedDrawError.
@@ -91,19 +94,19 @@ class SampleRuns:
 
         def record_part(part: Batch) -> tuple[Tensor, ...]:
             """Return what a run of ``part`` draws."""
-            model = baseline.build_module()  # outside the recording, since initializing weights draws numbers too
+            model = baseline.build_module(params)  # outside the recording: initializing weights draws numbers too
             return record_draws(lambda: plain_gradients(baseline, model, part))
 
         batch = baseline.batch(rank, step)
         draws = record_part(batch)
         if not draws:
-            return cls(baseline, rank, step, loss_weights, draws)
+            return cls(baseline, rank, step, loss_weights, draws, params=params)
         half = batch.map_tensors(lambda tensor: tensor[: max(1, batch.num_samples // 2)])
         try:
             drawn_by_half = record_part(half)
         except Exception as error:
             raise SharedDrawError(f"the model does not run on half of its samples ({type(error).__name__})") from error
-        return cls(baseline, rank, step, loss_weights, draws, find_sample_dims(draws, drawn_by_half))
+        return cls(baseline, rank, step, loss_weights, draws, find_sample_dims(draws, drawn_by_half), params)
 
     def compute_grads(self, rows: Tensor, wide: bool = False) -> Grads:
         """Return the gradients of the samples ``rows`` in a new plain model, in float64 if ``wide`` is set.
@@ -111,7 +114,7 @@ class SampleRuns:
         Where a SyncBatchNorm joins the ranks, they are the sum over all ranks of what the weighted losses give.
         Raises SharedDrawError if random numbers cannot be assigned to samples.
         """
-        chosen, model = self.batch.map_tensors(lambda tensor: tensor[rows]), self.baseline.build_module()
+        chosen, model = self.batch.map_tensors(lambda tensor: tensor[rows]), self.baseline.build_module(self.params)
         if self.baseline.joins_ranks:
             return self._sum_over_ranks(chosen, wide)
 
@@ -139,7 +142,7 @@ class SampleRuns:
         def run(rank: int) -> Grads:
             """Run forward and backward of one rank from its weighted loss."""
             batch = chosen if rank == self.rank else self.baseline.batch(rank, self.step)
-            model = self.baseline.build_module()
+            model = self.baseline.build_module(self.params)
             if wide:
                 model, batch = convert_to_float64(model, batch)
             loss = self.baseline.objective(self.baseline.compute_output(model, batch), batch)
@@ -171,14 +174,13 @@ def calibrate(baseline: Baseline, rank: int, step: int = 0, loss_weights: tuple[
     return build_calibration(part.oracle, part.squares, part.plain_grads, baseline.eps)
 
 
-@lru_cache(maxsize=8)
-def calibrate_mean(baseline: Baseline, ranks: int, step: int = 0) -> Calibration:
-    """Compute the calibration of the mean gradient of all ranks' micro-batches at the initial weights.
+def calibrate_mean_at(params: Grads | None, baseline: Baseline, ranks: int, step: int = 0) -> Calibration:
+    """Compute the calibration of the mean gradient of all ranks' micro-batches at ``params`` (None: initial weights).
 
     Each plain run is the mean of the plain runs of all ranks, in the dtype of the model. Raises SharedDrawError as
     ``calibrate`` does.
     """
-    parts = [record_runs(baseline, rank, step) for rank in range(ranks)]
+    parts = [record_runs(baseline, rank, step, params=params) for rank in range(ranks)]
     names = list(parts[0].oracle)
     oracle = {name: torch.stack([part.oracle[name] for part in parts]).mean(dim=0) for name in names}
     rank_squares = [part.squares for part in parts if part.squares is not None]
@@ -194,6 +196,9 @@ def calibrate_mean(baseline: Baseline, ranks: int, step: int = 0) -> Calibration
     return build_calibration(oracle, squares, plain_grads, baseline.eps)
 
 
+calibrate_mean = lru_cache(maxsize=8)(partial(calibrate_mean_at, None))
+
+
 @dataclass(frozen=True)
 class RecordedRuns:
     """The float64 gradients of a micro-batch, those of CALIBRATION_RUNS plain runs, and what its samples add.
@@ -206,12 +211,14 @@ class RecordedRuns:
     plain_grads: Sequence[Grads]
 
 
-def record_runs(baseline: Baseline, rank: int, step: int, loss_weights: tuple[float, ...] = ()) -> RecordedRuns:
+def record_runs(
+    baseline: Baseline, rank: int, step: int, loss_weights: tuple[float, ...] = (), params: Grads | None = None
+) -> RecordedRuns:
     """Run one rank's micro-batch in float64 and in plain PyTorch. Raises SharedDrawError.
 
     The plain runs permute the samples, whose sums then round in another order, unless their order counts.
     """
-    runs = SampleRuns.record(baseline, rank, step, loss_weights)
+    runs = SampleRuns.record(baseline, rank, step, loss_weights, params)
     oracle = dict(runs.compute_grads(torch.arange(runs.batch.num_samples), wide=True))
     squares = sum_squares_of_samples(runs, oracle)
     rows = torch.arange(runs.batch.num_samples)
@@ -289,11 +296,6 @@ def are_near(grads: Grads, oracle: Grads) -> bool:
     return max(differences, default=0.0) <= INDEPENDENCE_TOLERANCE * size
 
 
-def permute_samples(count: int, seed: int) -> Tensor:
-    """Return the indices of ``count`` samples in the order that ``seed`` determines."""
-    return torch.randperm(count, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
-
-
 def run_permuted_plain(runs: SampleRuns, number: int, splits: bool = True) -> Grads:
     """Return the plain model's gradients of a batch whose samples are permuted and split into micro-batches.
 
@@ -301,7 +303,7 @@ def run_permuted_plain(runs: SampleRuns, number: int, splits: bool = True) -> Gr
     averaged. If ``splits`` is false, the permuted batch stays whole.
     """
     samples = runs.batch.num_samples
-    order = permute_samples(samples, number)
+    order = permute_rows(samples, number)
     sizes = [size for size in range(1, samples + 1) if samples % size == 0]
     return runs.compute_mean_grads(order, sizes[number % len(sizes)] if splits else samples)
 

@@ -145,3 +145,8 @@ def replay_draws(
         return run()
     with _DrawReplayer(draws, rows, samples, dims or [0] * len(draws)):
         return run()
+
+
+def permute_rows(count: int, seed: int) -> Tensor:
+    """Return the indices of ``count`` samples in the order that ``seed`` determines."""
+    return torch.randperm(count, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")

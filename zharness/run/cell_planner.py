@@ -10,7 +10,7 @@ from zharness.engines import Capabilities, Feature
 from zharness.engines.optimizers import reason_not_in_torch
 from zharness.engines.options import find_exclusion
 from zharness.laws import LOSS_SCALES, Law, find_laws
-from zharness.mesh import CONTEXT, Mesh
+from zharness.mesh import CONTEXT, TENSOR, Mesh
 from zharness.parity import Tier
 from zharness.parity.certificate import is_power_of_two
 from zharness.run.configuration import cell_setting, configuration_on
@@ -127,6 +127,12 @@ def list_calibrated_laws(mesh: Mesh) -> str:
     return " and ".join(law.name for law in calibrated if mesh.sizes or not needs_mesh(law))
 
 
+def allows_for_split_sums(law: Law, cell: Cell) -> bool:
+    """Return whether the law judges the cell although tp adds up sums of its model in parts."""
+    is_random = is_user_model(cell.model) or not model_spec(cell.model).exact
+    return law.judges_split_sums and TENSOR in cell.mesh.axes and cell.storage_dtype == "fp32" and is_random
+
+
 def reason_not_comparable(law: Law, cell: Cell, capabilities: Capabilities) -> str:
     """Return the reason why no tolerance can be justified for a cell, or '' if one can be justified."""
     reduce_dtype = capabilities.reduce_dtypes.get(cell.storage_dtype, cell.storage_dtype)
@@ -142,7 +148,7 @@ def reason_not_comparable(law: Law, cell: Cell, capabilities: Capabilities) -> s
         )
     kernels = capabilities.own_kernels.get(cell.stage)
     exact = law.weights_stay_integers and not is_user_model(cell.model) and model_spec(cell.model).exact
-    is_tolerant = law.is_calibrated or compares_itself
+    is_tolerant = law.is_calibrated or compares_itself or allows_for_split_sums(law, cell)
     needs_exact_sums = (law.weights_stay_integers and law.tier is Tier.EXACT) or law.is_calibrated
     # The law of Muon compares the momentum bitwise with the exact mean, too.
     is_exact_mean = (needs_exact_sums and not compares_itself) or Feature.MUON in law.features

@@ -10,7 +10,7 @@ from zharness.errors import UsageError
 from zharness.law_kit.law import MeshSupport
 from zharness.laws import Law, find_laws
 from zharness.mesh import CONTEXT, EXPERT, PIPELINE, TENSOR, Mesh
-from zharness.workload import model_spec
+from zharness.workload import MODELS, model_spec
 from zharness.workload.user_model import is_user_model
 
 
@@ -27,9 +27,24 @@ def applies_to_model(law: Law, model: str, mesh: Mesh) -> bool:
     which those do that name a model of experts.
     """
     spec = model_spec(model)
-    is_split = TENSOR in mesh.axes and bool(spec.tp_plan)
-    stands_in = is_split or CONTEXT in mesh.axes or (EXPERT in mesh.axes and not law.is_calibrated)
+    stands_in = (
+        (TENSOR in mesh.axes and bool(spec.tp_plan) and needs_exact_sums(law, spec.stands_in_for))
+        or (CONTEXT in mesh.axes and bool(spec.cp_plan))
+        or (EXPERT in mesh.axes and bool(spec.ep_plan) and not law.is_calibrated)
+    )
     return model in law.models or (stands_in and spec.stands_in_for in law.models)
+
+
+def needs_exact_sums(law: Law, original: str) -> bool:
+    """Return whether ``law`` has no cell of the model ``original`` on tp, which adds up its sums in parts.
+
+    If it has a plan, a law that is calibrated or compares the engine with itself judges the random model itself.
+    """
+    if original not in MODELS or not MODELS[original].tp_plan:
+        return True
+    compares = all(variant.compares_engine_with_itself for variant in law.variants)
+    stays_exact = law.weights_stay_integers and "fp32" in law.dtypes
+    return stays_exact and not (compares or law.is_calibrated or law.judges_split_sums)
 
 
 def explain_missing_plan(model: str, mesh: Mesh) -> str:

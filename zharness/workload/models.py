@@ -205,6 +205,7 @@ MODELS: dict[str, ModelSpec] = {
             loss=exact_mlp.linear_loss,
             exact=True,
             tp_plan=THREE_LAYERS_PLAN,
+            stands_in_for="mlp",
         ),
         ModelSpec(
             name="blocks",

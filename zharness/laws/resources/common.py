@@ -108,6 +108,7 @@ def resource_law(
         "models": ("mlp",),
         "variants": (Variant(compares_engine_with_itself=True),),
         "dtypes": ("fp32",),
+        "weights_stay_integers": False,
         **law_fields,
     }
     return Law(
@@ -117,6 +118,5 @@ def resource_law(
         observe=observe,
         judge=judge,
         features=features,
-        weights_stay_integers=False,
         **fields,
     )

@@ -19,6 +19,7 @@ from zharness.law_kit.optimizer_step import (
 from zharness.law_kit.optimizers import TRAJECTORY_OPTIMIZERS
 from zharness.law_kit.rank_actions import eval_mode
 from zharness.law_kit.rank_context import RankContext
+from zharness.law_kit.split_sums import compare_split_grads, splits_sums
 from zharness.parity import Comparison, Part, compare_bitwise
 
 SAVE_STEP = 2
@@ -75,9 +76,13 @@ def record_next_step(ctx: RankContext, engine: Engine, label: str) -> None:
 
 def judge_next_step(ctx: JudgeContext, label: str) -> Iterator[Comparison]:
     """Judge the step of ``record_next_step`` from the weights and state that the engine had loaded."""
-    local = ctx.compute_local_grads(SAVE_STEP, ctx.rank_records(f"params-{label}", SAVE_STEP)[0])
-    yield from ctx.compare_losses(SAVE_STEP, local, f"loss-{label}")
-    yield from ctx.compare_reduced_grads(f"grads-{label}", [local], SAVE_STEP)
+    loaded = ctx.rank_records(f"params-{label}", SAVE_STEP)[0]
+    if splits_sums(ctx):
+        yield from compare_split_grads(ctx, f"grads-{label}", SAVE_STEP, loaded)
+    else:
+        local = ctx.compute_local_grads(SAVE_STEP, loaded)
+        yield from ctx.compare_losses(SAVE_STEP, local, f"loss-{label}")
+        yield from ctx.compare_reduced_grads(f"grads-{label}", [local], SAVE_STEP)
     before = RecordedStep(SAVE_STEP, f"masters-{label}", f"state-{label}")
     yield from judge_step(ctx, RESHARD_OPTIMIZER, ctx.rank_records(f"grads-{label}", SAVE_STEP)[0], before)
     after = RecordedStep(SAVE_STEP + 1, before.params_label, before.state_label)

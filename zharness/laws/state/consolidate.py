@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from zharness.engines.protocol import Feature, require_full_state_dict
+from zharness.law_kit.integer_steps import SIGN_STEPS
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Law, ModelScope, Variant
 from zharness.law_kit.rank_context import RankContext
 from zharness.law_kit.setting import SettingSupport
+from zharness.law_kit.split_sums import require_exact_sums
 from zharness.laws.state.common import RESHARD_OPTIMIZER, train_steps
 from zharness.parity import Comparison, Part, Tier, compare_bitwise
 from zharness.parity.compare import check_names
@@ -21,7 +23,7 @@ from zharness.parity.compare import check_names
 
 def observe_consolidate(ctx: RankContext) -> None:
     """Train one step, record the full state dict, overwrite the returned tensors with zeros, and run a forward."""
-    engine = ctx.build_engine(optimizer=RESHARD_OPTIMIZER)
+    engine = ctx.build_engine(optimizer=SIGN_STEPS if ctx.spec.exact else RESHARD_OPTIMIZER)
     train_steps(ctx, engine, range(1), "before")
     ctx.record_weights(engine, step=0)
     full = require_full_state_dict(engine).full_state_dict()
@@ -61,15 +63,17 @@ def judge_consolidate(ctx: JudgeContext) -> Iterator[Comparison]:
             yield compare_bitwise(
                 ctx.location(name, Part.GATHER, rank=rank), first, ctx.rank_records("tied")[rank][name]
             )
-    for rank, loss in enumerate(ctx.baseline.run_ranks(partial(compute_loaded_loss, ctx))):
-        yield compare_bitwise(
-            ctx.location("loss", Part.FORWARD, 1, rank), loss, ctx.rank_records("loss", 1)[rank]["loss"]
-        )
+    require_exact_sums(ctx, 1, ctx.rank_records("params")[0])
+    losses = ctx.baseline.run_ranks(partial(compute_loaded_loss, ctx))
+    for rank, record in enumerate(ctx.rank_records("loss", 1)):
+        place = ctx.location("loss", Part.FORWARD, 1, rank)
+        yield compare_bitwise(place, losses[ctx.data_coordinate(rank)], record["loss"])
 
 
-def compute_loaded_loss(ctx: JudgeContext, rank: int) -> Tensor:
-    """Return the loss of a plain model that loads the state dict of ``rank``, on the rank's second micro-batch."""
-    module, batch = ctx.baseline.build_module(), ctx.baseline.batch(rank, 1)
+def compute_loaded_loss(ctx: JudgeContext, coordinate: int) -> Tensor:
+    """Return a plain model's loss on the second micro-batch of a data coordinate, whose first rank's dict it loads."""
+    module, batch = ctx.baseline.build_module(), ctx.baseline.batch(coordinate, 1)
+    rank = next(rank for rank in range(ctx.world_size) if ctx.data_coordinate(rank) == coordinate)
     module.load_state_dict(dict(ctx.rank_records("full")[rank]))
     return ctx.baseline.objective(ctx.baseline.compute_output(module, batch), batch).detach()
 
@@ -83,7 +87,6 @@ LAWS = (
         observe=observe_consolidate,
         judge=judge_consolidate,
         features=(Feature.CHECKPOINT,),
-        weights_stay_integers=False,
         compares_later_forwards=True,
         variants=(Variant(model_scope=ModelScope.ANY),),
         setting_support=SettingSupport.WINDOWS_AND_CALLS,

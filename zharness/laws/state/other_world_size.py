@@ -125,6 +125,7 @@ LAWS = (
         judge=judge_other_world_size,
         features=(Feature.CHECKPOINT, Feature.WORLD_RESHARD, Feature.PARAM_GROUPS, Feature.SCHEDULE),
         weights_stay_integers=False,
+        judges_split_sums=True,
         variants=(Variant(MORE), Variant(FEWER, compares_engine_with_itself=True)),
         mesh_support=MeshSupport.SMALLER_WORLDS,
         kept_because="the only law that loads on another number of ranks than saved",

@@ -59,6 +59,7 @@ LAWS = (
         judge=judge_reshard,
         features=(Feature.CHECKPOINT, Feature.RESHARD, Feature.PARAM_GROUPS, Feature.SCHEDULE),
         weights_stay_integers=False,
+        judges_split_sums=True,
         setting_support=SettingSupport.WINDOWS_AND_CALLS,
         kept_because="the only law that loads at another stage",
     ),

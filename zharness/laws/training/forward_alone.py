@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves  # FSDP2 uses these functions too
 
 from zharness.engines.protocol import Absent, Engine
+from zharness.law_kit.integer_steps import SIGN_STEPS
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import ModelScope, Variant
 from zharness.law_kit.law_steps import LawSteps
@@ -19,6 +20,7 @@ from zharness.law_kit.rank_actions import eval_mode
 from zharness.law_kit.rank_context import RankContext
 from zharness.law_kit.record_comparisons import compare_forward
 from zharness.law_kit.setting import SettingSupport
+from zharness.law_kit.split_sums import require_exact_sums
 from zharness.laws.training.common import STEPS, variation_law
 from zharness.parity import Comparison, Part, compare_bitwise
 from zharness.parity.baseline import LocalResult
@@ -45,9 +47,10 @@ def read_requires_grad(output: Any) -> Tensor:
 def observe_forward_alone(ctx: RankContext) -> None:
     """Run a forward without backward before each backward and before each step, and record the losses and gradients.
 
-    The steps change the weights, so exactness cannot be certified.
+    The steps of a random model change the weights, so exactness cannot be certified; those of an exact one keep
+    integers.
     """
-    engine = ctx.build_engine(optimizer=UNIT_LR_SGD)
+    engine = ctx.build_engine(optimizer=SIGN_STEPS if ctx.spec.exact else UNIT_LR_SGD)
     for step in range(STEPS):
         ctx.record("params", engine.full_params(), step)
         with FORWARD_MODES[ctx.variant](engine):
@@ -89,6 +92,7 @@ def judge_forward_alone(ctx: JudgeContext) -> Iterator[Comparison]:
     for step in range(STEPS):
         params = ctx.rank_records("params", step)[0]
         for at in (10 + step, 20 + step):
+            require_exact_sums(ctx, at, params)
             yield from compare_forward(ctx, step, run_plain_forwards(ctx, at, params), at)
         if ctx.has_record("left"):
             for rank, record in enumerate(ctx.rank_records("left", step)):
@@ -100,7 +104,7 @@ def judge_forward_alone(ctx: JudgeContext) -> Iterator[Comparison]:
             yield compare_bitwise(place, read_requires_grad(plain_output), record[REQUIRES_GRAD])
         local = ctx.compute_local_grads(step, params)
         yield from ctx.compare_losses(step, local)
-        yield from ctx.compare_reduced_grads("grads", [local], step)
+        yield from ctx.compare_reduced_grads("grads", [local], step, require_exact_sums(ctx, step, params))
 
 
 LAWS = (

@@ -93,6 +93,7 @@ LAWS = (
         judge=judge_free_running,
         features=(Feature.PARAM_GROUPS, Feature.SCHEDULE),
         weights_stay_integers=False,
+        judges_split_sums=True,
         variants=(Variant(training_run=TRAINING_RUN),),
         kept_because="needs gradients and weights alone, so it can judge an engine that shows no optimizer state",
     ),

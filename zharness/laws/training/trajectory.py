@@ -7,10 +7,11 @@ and state.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from zharness.engines.protocol import Feature, OptimizerSpec
 from zharness.law_kit.clipping import NO_CLIPPING, judge_clip_factor
@@ -29,6 +30,7 @@ from zharness.law_kit.optimizers import ADAM, ADAMW, NESTEROV, TRAJECTORY_OPTIMI
 from zharness.law_kit.rank_context import RankContext
 from zharness.law_kit.record_comparisons import compare_forward, compare_initial_weights
 from zharness.law_kit.setting import SettingSupport
+from zharness.law_kit.split_sums import compare_split_grads, splits_sums
 from zharness.law_kit.training_run import TrainingRun
 from zharness.laws.training.common import ALL_MODELS
 from zharness.parity import Comparison, Tier
@@ -134,15 +136,25 @@ def hint_old_gradient(ctx: JudgeContext, comparison: Comparison, step: int, loca
     )
 
 
+def compare_gradients(ctx: JudgeContext, step: int, params: Mapping[str, Tensor]) -> Iterator[Comparison]:
+    """Compare the losses and gradients of a step with those of plain PyTorch at the engine's weights ``params``.
+
+    On tp a loss is rounded in parts, and only gradients are compared.
+    """
+    if splits_sums(ctx):
+        yield from compare_split_grads(ctx, "grads", step, params)
+        return
+    local = ctx.compute_local_grads(step, params)
+    yield from compare_forward(ctx, step, local)
+    for comparison in ctx.compare_reduced_grads("grads", [local], step):
+        yield hint_old_gradient(ctx, comparison, step, local)
+
+
 def judge_training_run(ctx: JudgeContext, run: TrainingRun) -> Iterator[Comparison]:
     """Judge each step, starting from the engine's weights, gradients and optimizer state."""
     yield from compare_initial_weights(ctx)
     for step in range(run.steps):
-        params = ctx.rank_records("params", step)[0]
-        local = ctx.compute_local_grads(step, params)
-        yield from compare_forward(ctx, step, local)
-        for comparison in ctx.compare_reduced_grads("grads", [local], step):
-            yield hint_old_gradient(ctx, comparison, step, local)
+        yield from compare_gradients(ctx, step, ctx.rank_records("params", step)[0])
         grads, factor = ctx.rank_records("grads", step)[0], NO_CLIPPING
         if run.clip is not None:
             factor = yield from judge_clip_factor(ctx, "norm", step, grads, run.clip)
@@ -166,6 +178,7 @@ LAWS = (
         steps=LawSteps(observe_trajectory),
         covers_triples=True,
         mesh_dtypes=("bf16",),
+        judges_split_sums=True,
         setting_support=SettingSupport.WINDOWS_AND_CALLS,
         kept_because="several steps with parameter groups, momentum and a schedule, where other laws make one step",
     ),
@@ -187,6 +200,7 @@ LAWS = (
         ),
         steps=LawSteps(observe_optimizers),
         setting_support=SettingSupport.WINDOWS_AND_CALLS,
+        judges_split_sums=True,
         kept_because="the only law with optimizers and options beyond the default ones",
     ),
 )

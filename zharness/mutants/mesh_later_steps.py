@@ -1,0 +1,140 @@
+"""Define mutants on tp that are right in a first backward: they are wrong at later weights, or after another call.
+
+The laws that kill them have random models, whose gradients are judged by tier C there, or the exact one in place of it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zharness.engines import EngineConfig
+from zharness.mesh import TENSOR
+from zharness.mutants.mesh import TP2, OverMesh, local_grad
+from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.parity import Part
+
+
+def on_two_ranks(law: str, part: Part | None = Part.REDUCTION, variant: str = "", model: str = "mlp") -> Target:
+    """Return a target on two ranks of tp, which have one micro-batch."""
+    return Target(law, part, model, variant, mesh=TP2)
+
+
+class CountsSteps(OverMesh):
+    """The base class of mutants that are right before the first step."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.steps = 0
+
+    def step(self) -> None:
+        self.right.step()
+        self.steps += 1
+
+
+@mutant(
+    FaultKind.REDUCE_DTYPE,
+    on_two_ranks("training.trajectory", variant="adamw"),
+    on_two_ranks("training.trajectory", variant="sgd"),
+    origin=Origin.MESH,
+)
+class RoundsSplitGradientsOfLaterSteps(CountsSteps):
+    """After the first step, gradients of weights that tp splits are rounded to bf16."""
+
+    def spoil_gradients(self) -> None:
+        for param in self.split_params() if self.steps else ():
+            local_grad(param).copy_(local_grad(param).bfloat16())
+
+
+@mutant(FaultKind.OPTIMIZER, on_two_ranks("training.free_running", Part.OPTIMIZER), origin=Origin.MESH)
+class DecaysSplitWeightsTwice(CountsSteps):
+    """After the first step, each step shrinks the weights of the second rank of tp by 0.1 % once more."""
+
+    def step(self) -> None:
+        super().step()
+        with torch.no_grad():
+            for param in self.split_params() if self.steps > 1 and self.coordinates[TENSOR] else ():
+                param.to_local().mul_(0.999)
+
+
+@mutant(
+    FaultKind.CONTRIBUTION,
+    on_two_ranks("training.forward_alone", Part.FORWARD, "no_grad", "exact"),
+    on_two_ranks("training.forward_alone", Part.FORWARD, "eval", "exact"),
+    origin=Origin.MESH,
+)
+class EvaluatesWithItsOwnPart(OverMesh):
+    """A forward in evaluation mode or without gradients does not sum the outputs of a row-wise layer over tp."""
+
+    stages = (3,)
+
+    def spoil_modules(self) -> None:
+        if self.tensor_size > 1:
+            self.hook_output("last" if hasattr(self.module, "last") else "down")
+
+    def changed_output(self, module: Any, inputs: Any, output: Any) -> Any:
+        if module.training and torch.is_grad_enabled():
+            return output
+        return nn.functional.linear(inputs[0].to_local(), module.weight.to_local(), module.bias.to_local())
+
+
+@mutant(FaultKind.CONTRIBUTION, on_two_ranks("training.several_backwards", model="exact"), origin=Origin.MESH)
+class KeepsTheLastBackwardOfSplitWeights(OverMesh):
+    """On the second rank of tp, a backward replaces the gradients of split weights, unless a step came before it."""
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        for param in self.split_params() if self.coordinates[TENSOR] else ():
+            if param.grad is not None:
+                local_grad(param).zero_()
+        self.right.backward(loss, retain_graph=retain_graph)
+
+
+@mutant(
+    FaultKind.CLIPPING,
+    on_two_ranks("training.loss_scale_power", model="exact"),
+    origin=Origin.MESH,
+)
+class LimitsSplitGradients(OverMesh):
+    """No element of a split weight's gradient is above 32."""
+
+    def spoil_gradients(self) -> None:
+        for param in self.split_params():
+            local_grad(param).clamp_(-32, 32)
+
+
+@mutant(FaultKind.PARAMETERS, on_two_ranks("parameters.deferred", Part.GATHER), origin=Origin.MESH)
+class LeavesDeferredPartsAtZero(OverMesh):
+    """Of a model on the meta device, the part that the second rank of tp has of a split weight is zero."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        is_deferred = any(param.is_meta for param in model.parameters())
+        super().__init__(model, config)
+        with torch.no_grad():
+            for param in self.split_params() if is_deferred and self.coordinates[TENSOR] else ():
+                param.to_local().zero_()
+
+
+@mutant(FaultKind.STATE, on_two_ranks("state.reshard", Part.OPTIMIZER), origin=Origin.MESH)
+class LoadsNoSplitStateOfAnotherStage(OverMesh):
+    """At stage 3 a load leaves the optimizer state of weights that tp splits at zero."""
+
+    stages = (2, 3)
+
+    def load(self, path: Path) -> None:
+        self.right.load(path)
+        for param in self.split_params() if self.config.stage == 3 else ():
+            for value in self.optimizer.state.get(param, {}).values():
+                value.zero_()
+
+
+@mutant(FaultKind.STATE, on_two_ranks("state.consolidate", Part.GATHER, model="mixed_exact"), origin=Origin.MESH)
+class TheFullStateDictHasReversedColumns(OverMesh):
+    """The full state dict has the columns of weights that a row-wise layer splits in reversed order."""
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        full: dict[str, Tensor] = self.right.full_state_dict()
+        full["last.weight"] = full["last.weight"].flip(1)
+        return full
