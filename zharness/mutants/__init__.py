@@ -52,6 +52,7 @@ from zharness.mutants import (  # noqa: F401 - each module registers its mutants
     mesh_experts_steps,
     mesh_norms,
     mesh_not_finite,
+    mesh_precision,
     mesh_programs,
     mesh_stand_ins,
     mesh_state,
