@@ -9,7 +9,7 @@ from torch import Tensor
 
 from zharness.engines.options import are_options_compatible
 from zharness.engines.protocol import Absent, Engine, Feature
-from zharness.law_kit.buffers import compare_buffers, read_initial_buffers
+from zharness.law_kit.buffers import compare_buffers, read_buffers, read_initial_buffers
 from zharness.law_kit.integer_steps import UNIT_SIGN_STEPS
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import ModelScope, Variant
@@ -68,7 +68,7 @@ def judge_ranks_agree(ctx: JudgeContext) -> Iterator[Comparison]:
             yield from compare_record_of_ranks(ctx, label, step, step)
         if any(buffers):
             yield from compare_buffers(ctx, step, params, buffers, own_kernels)
-        buffers = [dict(record) for record in ctx.rank_records("buffers", step)]
+        buffers = read_buffers(ctx, step)
         params = ctx.rank_records("params", step)[0]
 
 
