@@ -39,10 +39,10 @@ def compare_buffers(
 ) -> Iterator[Comparison]:
     """Compare the buffers that each rank recorded after ``step`` with those of plain PyTorch.
 
-    ``params`` are the weights of the step's forwards, or None for the initial weights, and ``before[rank]`` the buffers
-    before the step. What the engine promises of buffers decides from which buffers a rank's forward starts. If the
-    engine has its own kernels, floating-point buffers are compared within the error that torch's kernels have in
-    several runs with permuted samples.
+    ``params`` are the weights of the step's forwards, or None for the initial weights, and ``before[at]`` the buffers
+    of a data coordinate before the step. What the engine promises of buffers decides from which buffers a rank's
+    forward starts. If the engine has its own kernels, floating-point buffers are compared within the error that torch's
+    kernels have in several runs with permuted samples.
     """
     records, promise = ctx.rank_records("buffers", step), ctx.claims.buffers
     expected = run_plain_forwards(ctx, step, params, before, wide=False)
@@ -161,3 +161,10 @@ def read_initial_buffers(ctx: JudgeContext) -> list[dict[str, Tensor]]:
         {name: buffer.to(record[name].dtype) if name in record else buffer for name, buffer in initial.items()}
         for record in ctx.rank_records("buffers")
     ]
+
+
+def read_buffers(ctx: JudgeContext, step: int) -> list[dict[str, Tensor]]:
+    """Return the buffers that the first rank of each data coordinate recorded after ``step``."""
+    records = ctx.rank_records("buffers", step)
+    by_coordinate = {ctx.data_coordinate(rank): record for rank, record in reversed([*enumerate(records)])}
+    return [dict(by_coordinate[at]) for at in range(ctx.data_size)]

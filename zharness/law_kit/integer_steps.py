@@ -28,3 +28,6 @@ SIGN_STEPS = OptimizerSpec(
     ),
     schedule=(1.0, 2.0, 1.0, 2.0, 1.0, 2.0, 1.0, 2.0, 1.0),
 )
+
+# Moves every element by 1, or by 0 where its gradient is 0, also if gradients were clipped.
+UNIT_SIGN_STEPS = OptimizerSpec(name="adam", args={"lr": 1.0, "betas": (0.0, 0.0), "eps": 1e-30})

@@ -53,6 +53,7 @@ from zharness.mutants import (  # noqa: F401 - each module registers its mutants
     mesh_later_steps,
     mesh_norms,
     mesh_not_finite,
+    mesh_precision,
     mesh_programs,
     mesh_stand_ins,
     mesh_state,

@@ -13,7 +13,13 @@ from zharness.mutants.mutant import FaultKind, Origin, mutant
 from zharness.parity import Part
 
 
-@mutant(FaultKind.STALE, on_mesh("mesh.buffers", Part.FORWARD, "heads", parameter="seen_sum"), origin=Origin.MESH)
+@mutant(
+    FaultKind.STALE,
+    on_mesh("mesh.buffers", Part.FORWARD, "heads", parameter="seen_sum"),
+    on_mesh("training.buffers", Part.FORWARD, "stateful_exact", parameter="norm.running*"),
+    on_mesh("training.modes", Part.FORWARD, "stateful_exact", parameter="norm.running*"),
+    origin=Origin.MESH,
+)
 class BuffersStandStillOnTheSecondTensorRank(OverMesh):
     """A forward on the second rank of tp runs on copies of the buffers, so that they keep their first values."""
 

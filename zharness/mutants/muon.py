@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from zharness.mutants.around import OverDDP, OverFSDP2
@@ -29,7 +31,7 @@ class OrthogonalizesShards(OverDDP):
             weight.copy_(shard)
 
 
-@mutant(FaultKind.OPTIMIZER, MUON, origin=Origin.ORDERS)
+@mutant(FaultKind.OPTIMIZER, MUON, replace(MUON, mesh="tp2"), origin=Origin.ORDERS)
 class OrthogonalizesOwnRows(OverFSDP2):
     """Orthogonalizes on each rank the rows that the rank owns."""
 

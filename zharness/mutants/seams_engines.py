@@ -317,6 +317,12 @@ def round_expert_masters(engine: DeepSpeedEngine) -> None:
             master.copy_(master.bfloat16())
 
 
+def round_masters(engine: DeepSpeedEngine) -> None:
+    """Round the fp32 weights to bf16, at ZeRO's stages 1 and 2."""
+    for master in engine._engine.optimizer.single_partition_of_fp32_groups:
+        master.data.copy_(master.data.bfloat16())
+
+
 def scale_expert_gradients(engine: DeepSpeedEngine, factor: Tensor) -> None:
     """Multiply the reduced gradients of experts by ``factor``, at ZeRO's stages 1 and 2."""
     zero = engine._engine.optimizer

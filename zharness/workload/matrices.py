@@ -18,6 +18,7 @@ WIDE_COLUMN, WIDE_ROW = (3 * torch.arange(WIDE_ROWS)) % WIDE_COLUMNS, (2 * torch
 # The input of a micro-batch's first sample, beside which the others are so small that Newton-Schulz barely enlarges
 # them to a tenth of it: they show the norm that divided them, where the large ones end near 1 whatever it was.
 LARGE = 2.0**11
+TENSOR_PLAN = {"tall": "colwise_gather_output", "wide": "colwise_gather_output"}
 TARGET = 12.0  # such that the mean over four samples, and over three ranks, is an integer
 
 

@@ -14,7 +14,7 @@ from zharness.workload.nets import FEATURES, OUTPUTS
 
 HIDDEN = 11
 NONZERO = 3  # of the weights of an output in the exact model
-TENSOR_PLAN = {"first": "colwise_gather_output", "last": "rowwise_split_input"}
+TENSOR_PLAN = {"first": "colwise_gather_output", "inner": "colwise_gather_output", "last": "rowwise_split_input"}
 
 
 def pass_through(hidden: Tensor) -> Tensor:
@@ -65,7 +65,6 @@ class ExactMixedPrecisionModel(MixedPrecisionModel):
     def __init__(self) -> None:
         super().__init__()
         self.norm = cast(nn.LayerNorm, Scale(HIDDEN))
-        self.inner.requires_grad_(False)  # torch clips no whole parameters together with split ones
         with torch.no_grad():
             for layer in (self.first, self.inner, self.last):
                 layer.weight.copy_(draw_sparse(layer.weight))

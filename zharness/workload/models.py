@@ -37,8 +37,7 @@ SAMPLES = 4  # per micro-batch and rank; a power of two, so that the mean over t
 # How tp splits models whose layers are called one by one: each takes and returns whole tensors. Other layers are whole.
 GATHERED_COLUMNS, WHOLE_TO_ROWS = "colwise_gather_output", "rowwise_split_input"
 THREE_LAYERS_PLAN = {"first": GATHERED_COLUMNS, "second": GATHERED_COLUMNS, "last": WHOLE_TO_ROWS}
-# Tied weights stay whole: parallelize_module would untie them.
-BRANCHES_PLAN = dict.fromkeys(("frozen", "twice", "branch", "unused"), GATHERED_COLUMNS)
+BRANCHES_PLAN = dict.fromkeys(("frozen", "twice", "branch", "unused"), GATHERED_COLUMNS)  # tp would untie the others
 PARALLEL_LAYERS_PLAN = {"second": GATHERED_COLUMNS, "third": WHOLE_TO_ROWS}
 
 
@@ -361,6 +360,7 @@ MODELS: dict[str, ModelSpec] = {
             build=matrices.Matrices,
             batch=partial(_draw_parts, matrices.draw_places),
             loss=exact_mlp.linear_loss,
+            tp_plan=matrices.TENSOR_PLAN,
         ),
         ModelSpec(
             name="dense_matrices",

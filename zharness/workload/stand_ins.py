@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zharness.workload import mixed_precision
+from zharness.workload import exact_stateful, mixed_precision
 from zharness.workload.causal_attention import SPLIT, CausalAttention
 from zharness.workload.exact_blocks import (
     Block,
@@ -190,6 +190,18 @@ MODELS: tuple[tuple[Any, Mapping[str, Any]], ...] = (
             "exact": True,
             "stands_in_for": "mixed",
             "tp_plan": mixed_precision.TENSOR_PLAN,
+        },
+    ),
+    (
+        exact_stateful.draw_seeded_integers,
+        {
+            "name": "stateful_exact",
+            "summary": "the model stateful with integers, of which batch norm passes those above the mean",
+            "build": exact_stateful.ExactStatefulModel,
+            "loss": linear_loss,
+            "exact": True,
+            "stands_in_for": "stateful",
+            "tp_plan": exact_stateful.TENSOR_PLAN,
         },
     ),
     *(

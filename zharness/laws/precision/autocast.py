@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from zharness.device import compute_device_type
 from zharness.engines.protocol import Engine, Feature
+from zharness.law_kit.integer_steps import SIGN_STEPS
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import ModelScope, Variant
 from zharness.law_kit.optimizers import ZERO_LR_SGD
@@ -83,7 +84,8 @@ def observe_policy(ctx: RankContext) -> None:
 
     In the variant ``transformed``, record the output and the gradient of a forward that torch.func transforms instead.
     """
-    engine = ctx.build_engine(optimizer=SGD, options=AUTOCAST_OPTIONS)
+    optimizer = SIGN_STEPS if ctx.spec.exact else SGD  # integers stay integers, which bf16 holds
+    engine = ctx.build_engine(optimizer=optimizer, options=AUTOCAST_OPTIONS)
     if ctx.variant == TRANSFORMED:
         ctx.record(TRANSFORMED, transform(engine, ctx.spec, ctx.batch(0)))
         engine.close()
@@ -265,6 +267,7 @@ LAWS = (
         variants=(Variant(), Variant(TRANSFORMED, (Feature.TORCH_FUNC,))),
         sets_autocast=True,
         kept_because="the only law that records the dtype of every operation",
+        weights_stay_integers=True,
     ),
     precision_law(
         "autocast_states",

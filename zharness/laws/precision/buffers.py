@@ -20,6 +20,7 @@ from zharness.laws.precision.common import (
     SGD,
     WIDE_DTYPE,
     compare_values_and_dtypes,
+    plan_inner_model,
     precision_law,
 )
 from zharness.laws.precision.master_weights import BF16_OPTIONS
@@ -85,7 +86,7 @@ def observe_declared_dtypes(ctx: RankContext) -> None:
             continue
         if ctx.variant == INPUTS:
             model = IntegerInputsModel(ctx.spec.model(ctx.seed))
-            engine = ctx.build_engine_around(model, optimizer=SGD, dtype=dtype)
+            engine = ctx.build_engine_around(model, optimizer=SGD, dtype=dtype, tp_plan=plan_inner_model(ctx))
             engine(ctx.batch(0).inputs.to(torch_dtype), INTEGERS["indices"].clone(), mask=INTEGERS["mask"].clone())
             ctx.record("inputs", describe_integers(model.seen), at)
             engine.close()

@@ -113,6 +113,14 @@ def judge_whole_gradient(
         yield hint_unreduced_parts(comparison, record, rank_grads, dtype)
 
 
+INNER = "inner."  # the start of the names of modules and parameters in a model that wraps another
+
+
+def plan_inner_model(ctx: RankContext) -> dict[str, str]:
+    """Return the plan of tp for a model that has the cell's model as its module ``inner``."""
+    return {INNER + name: word for name, word in ctx.config.tp_plan.items()}
+
+
 REDUCED = "reduced"  # the label, or its beginning, of the elements that were reduced
 
 

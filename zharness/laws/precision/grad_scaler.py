@@ -135,14 +135,14 @@ def get_window(variant: str) -> int:
     return WINDOW if variant == WINDOW_VARIANT else 1
 
 
-def get_planned_overflow(step: int, rank: int, world_size: int, micro: int) -> Overflow:
-    """Return the overflow of a rank in a micro-batch.
+def get_planned_overflow(step: int, rank: int, ranks: int, micro: int) -> Overflow:
+    """Return the overflow of a data coordinate ``rank`` in a micro-batch.
 
     The first micro-batch of step 1 overflows as a WHOLE on the first rank, that of step 4 in PART on the last rank.
     """
     if micro > 0:
         return Overflow.NONE
-    return {(1, 0): Overflow.WHOLE, (4, world_size - 1): Overflow.PART}.get((step, rank), Overflow.NONE)
+    return {(1, 0): Overflow.WHOLE, (4, ranks - 1): Overflow.PART}.get((step, rank), Overflow.NONE)
 
 
 def run_overflowing_forward(
@@ -188,7 +188,7 @@ def observe_scaler(ctx: RankContext) -> None:
             engine = save_and_resume(ctx, engine, ctx.build_engine(optimizer=SCHEDULED_ADAMW, options=options))
         ctx.record_training_state(engine, step)
         for micro in range(window):
-            overflow = get_planned_overflow(step, ctx.rank, ctx.world_size, micro)
+            overflow = get_planned_overflow(step, ctx.data_coordinate, ctx.data_size, micro)
             batch = ctx.batch(step * window + micro)
             loss = ctx.spec.loss(run_overflowing_forward(engine, batch.inputs, overflow, ctx.variant), batch.target)
             engine.backward(apply_loss_overflow(loss, overflow, ctx.variant, engine.module))
@@ -232,7 +232,7 @@ def has_finite_grads(ctx: JudgeContext, step: int, rank: int, scale: float) -> b
     model, window = low.build_module(ctx.rank_records("params", step)[0]), get_window(ctx.variant)
     for micro in range(window):
         batch = ctx.baseline.batch(rank, step * window + micro)
-        overflow = get_planned_overflow(step, rank, ctx.world_size, micro)
+        overflow = get_planned_overflow(step, rank, ctx.data_size, micro)
         with torch.autocast(compute_device_type(), torch.float16, enabled=ctx.variant == "autocast"):
             output = run_overflowing_forward(model, batch.inputs.to(low.dtype), overflow, ctx.variant)
         loss = apply_loss_overflow(low.objective(output, batch), overflow, ctx.variant, model)
@@ -257,7 +257,7 @@ def judge_scaler(ctx: JudgeContext) -> Iterator[Comparison]:
     skipped, remaining = 0, settings.hysteresis
     for step in range(STEPS):
         grads = ctx.rank_records("grads", step)[0]
-        finite = all(has_finite_grads(ctx, step, rank, scaler.get_scale()) for rank in range(ctx.world_size))
+        finite = all(has_finite_grads(ctx, step, rank, scaler.get_scale()) for rank in range(ctx.data_size))
         summed = all(bool(grad.isfinite().all()) for grad in grads.values())
         yield compare_bitwise(ctx.location("loss", Part.REDUCTION, step), scalar(finite), scalar(summed))
         weight.grad = torch.tensor(1.0 if finite else torch.inf)
@@ -329,5 +329,6 @@ LAWS = (
             Variant("autocast", (Feature.AUTOCAST_SCALER,)),
         ),
         kept_because="the only law with overflows, skipped steps and a loss scale that changes",
+        weights_stay_integers=True,  # steps are judged by the engine's own gradients, and overflows are infinities
     ),
 )

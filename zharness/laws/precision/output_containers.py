@@ -13,9 +13,8 @@ from zharness.law_kit.law import Law, Variant
 from zharness.law_kit.optimizers import ZERO_LR_SGD
 from zharness.law_kit.rank_context import RankContext
 from zharness.laws.backward_outputs import OUTPUT_CONTAINERS
+from zharness.laws.precision.common import INNER, plan_inner_model
 from zharness.parity import Comparison, Tier
-
-INNER = "inner."  # the start of the names of the parameters in the model that packs its output
 
 
 class PackingModel(nn.Module):
@@ -42,7 +41,7 @@ def observe_output_containers(ctx: RankContext) -> None:
     """
     pack, unpack = OUTPUT_CONTAINERS[ctx.variant]
     model, batch = PackingModel(ctx.spec.model(ctx.seed), pack), ctx.batch(0)
-    engine = ctx.build_engine_around(model, optimizer=ZERO_LR_SGD)
+    engine = ctx.build_engine_around(model, optimizer=ZERO_LR_SGD, tp_plan=plan_inner_model(ctx))
     packed = engine(batch.inputs)
     if type(packed) is not model.made:
         raise EngineContractError(
@@ -67,7 +66,7 @@ LAWS = (
         name="precision.output_containers",
         statement="in low precision, a forward returns the model's container, and gradients are plain PyTorch's",
         tier=Tier.STAGED,
-        models=("mlp",),
+        models=("mlp", "mixed"),
         observe=observe_output_containers,
         judge=judge_output_containers,
         dtypes=("bf16", "fp16"),  # backward.outputs has fp32

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from zharness.engines.options import are_options_compatible
 from zharness.engines.protocol import Absent, Engine, Feature
-from zharness.law_kit.buffers import compare_buffers, read_initial_buffers
+from zharness.law_kit.buffers import compare_buffers, read_buffers, read_initial_buffers
+from zharness.law_kit.integer_steps import UNIT_SIGN_STEPS
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import ModelScope, Variant
 from zharness.law_kit.law_steps import LawSteps
@@ -24,8 +25,9 @@ from zharness.parity import Comparison, Part, Tier, compare_bitwise
 
 def observe_ranks_agree(ctx: RankContext) -> None:
     """Train several steps, and record weights, state, buffers, norm, loss scale and skipped steps after each step."""
-    ctx.record("kernels", {"own": torch.tensor(ctx.config.stage in ctx.capabilities.own_kernels)})
-    engine = ctx.build_engine(optimizer=PLAIN_ADAMW, clip=1.0)
+    own_kernels = ctx.config.stage in ctx.capabilities.own_kernels
+    ctx.record("kernels", {"own": torch.tensor(own_kernels and not ctx.spec.exact)})
+    engine = ctx.build_engine(optimizer=UNIT_SIGN_STEPS if ctx.spec.exact else PLAIN_ADAMW, clip=1.0)
     for step in range(STEPS):
         ctx.train(engine, step)
         engine.step()
@@ -66,7 +68,7 @@ def judge_ranks_agree(ctx: JudgeContext) -> Iterator[Comparison]:
             yield from compare_record_of_ranks(ctx, label, step, step)
         if any(buffers):
             yield from compare_buffers(ctx, step, params, buffers, own_kernels)
-        buffers = [dict(record) for record in ctx.rank_records("buffers", step)]
+        buffers = read_buffers(ctx, step)
         params = ctx.rank_records("params", step)[0]
 
 

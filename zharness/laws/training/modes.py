@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from zharness.engines.protocol import Engine, Feature, OptimizerSpec
+from zharness.law_kit.integer_steps import UNIT_SIGN_STEPS
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.rank_actions import eval_mode
 from zharness.law_kit.rank_context import RankContext
@@ -32,7 +33,7 @@ def observe_modes(ctx: RankContext) -> None:
     """
     ranks_keep_buffers = ctx.capabilities.refusal(Feature.RANK_BUFFERS) is None
     ctx.record("case", {"own": torch.tensor(float(ranks_keep_buffers))})
-    engine = ctx.build_engine(optimizer=SGD)
+    engine = ctx.build_engine(optimizer=UNIT_SIGN_STEPS if ctx.spec.exact else SGD)
     calls: list[str] = []
     hook = engine.module.register_forward_hook(lambda *_: calls.append(HOOK_CALLS))
     for step in range(STEPS):
@@ -64,7 +65,7 @@ def judge_modes(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare losses, gradients, buffers, the random state after dropout, and the training flag of every module.
 
     If the engine claims that ranks keep their own running statistics, the statistics of every rank are compared in
-    every step. Otherwise, after step 0, only the statistics of rank 0 are compared.
+    every step. Otherwise, after step 0, only those of ranks with rank 0's micro-batches are compared.
     """
     ranks_keep_buffers = bool(ctx.rank_records("case")[0]["own"])
     buffers: list[Mapping[str, Tensor]] = [{} for _ in range(ctx.world_size)]
@@ -76,19 +77,21 @@ def judge_modes(ctx: JudgeContext) -> Iterator[Comparison]:
             training = load_recorded_baseline(ctx, rank, step, buffers[rank])
             compute_loss(ctx, training, rank, step)
             buffers[rank] = {name: buffer.clone() for name, buffer in training.named_buffers()}
-            if ranks_keep_buffers or rank == 0:
+            if ranks_keep_buffers or ctx.data_coordinate(rank) == 0:
                 yield from judge_evaluation(ctx, rank, step, buffers[rank])
             elif step == 0:
                 yield from compare_buffers(ctx, rank, 0, buffers[rank])
     for rank in range(ctx.world_size):
-        yield from judge_last_forward(ctx, rank, buffers[rank], compares_buffers=ranks_keep_buffers or rank == 0)
+        compares_buffers = ranks_keep_buffers or ctx.data_coordinate(rank) == 0
+        yield from judge_last_forward(ctx, rank, buffers[rank], compares_buffers)
 
 
 def judge_last_forward(
     ctx: JudgeContext, rank: int, buffers: Mapping[str, Tensor], compares_buffers: bool
 ) -> Iterator[Comparison]:
     """Compare what a forward in training mode without gradients drew and wrote, and the calls of the forward hook."""
-    module, batch = load_recorded_baseline(ctx, rank, LAST_MICRO - 1, buffers), ctx.baseline.batch(rank, 0)
+    module = load_recorded_baseline(ctx, rank, LAST_MICRO - 1, buffers)
+    batch = ctx.baseline.batch(ctx.data_coordinate(rank), 0)
     with torch.no_grad():
         state = batch.generator_state_after(module)
     recorded = ctx.rank_records(GENERATOR)[rank][GENERATOR]
@@ -124,7 +127,7 @@ def load_recorded_baseline(ctx: JudgeContext, rank: int, step: int, buffers: Map
 @torch.no_grad()
 def compute_loss(ctx: JudgeContext, module: nn.Module, rank: int, micro: int) -> Tensor:
     """Return the plain model's loss on one rank's micro-batch."""
-    batch = ctx.baseline.batch(rank, micro)
+    batch = ctx.baseline.batch(ctx.data_coordinate(rank), micro)
     return ctx.baseline.objective(ctx.baseline.compute_output(module, batch), batch)
 
 
@@ -144,7 +147,6 @@ LAWS = (
         observe_modes,
         judge_modes,
         models=("stateful",),
-        weights_stay_integers=False,
         dtypes=("fp32",),  # running statistics stay fp32, which a batch norm with narrower weights may refuse
         kept_because="the only law with dropout, running statistics, and evaluation that differs from training",
     ),

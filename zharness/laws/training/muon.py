@@ -178,12 +178,12 @@ def is_partly_reduced(ctx: JudgeContext, taken: MatrixStep, definition: MuonStep
     local = [result.grads[taken.name] for result in ctx.compute_local_grads(taken.step)]
     for piece in pieces:
         part = slice(piece.start, piece.stop)
-        grad = local[piece.rank] / len(local)
+        grad = local[ctx.data_coordinate(piece.rank)] / len(local)
         grad.view(-1)[part] = taken.grad.flatten()[part]
         update = definition(taken.weight, grad, torch.zeros_like(grad), MUON.args)
         if not torch.equal(update.weight.flatten()[part], taken.weight_after.flatten()[part]):
             return False
-    return len(pieces) > 1
+    return len(pieces) > 1 and len(local) > 1
 
 
 def locate(ctx: JudgeContext, taken: MatrixStep, key: str = "") -> TensorLocation:

@@ -1,0 +1,90 @@
+"""Define mutants of tensor parallelism that are wrong in low precision alone: under autocast, with masters, in bf16."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from zharness.mesh import TENSOR
+from zharness.mutants import seams_engines
+from zharness.mutants.around import Around
+from zharness.mutants.mesh import TP2, OverMesh, on_mesh
+from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.parity import Part
+
+
+@mutant(
+    FaultKind.AUTOCAST,
+    on_mesh("precision.autocast_policy", Part.LOCAL_GRADIENT, "mixed_exact", parameter="first"),
+    origin=Origin.MESH,
+)
+class AddsTheBiasOutsideOfAutocast(OverMesh):
+    """Under autocast a column-wise layer returns float32, the dtype of its bias, as DeepSpeed's does."""
+
+    def spoil_modules(self) -> None:
+        if "first" in self.config.tp_plan:
+            self.hook_output("first")
+
+    def changed_output(self, module: Any, inputs: Any, output: Any) -> Any:
+        return output.float()
+
+
+@mutant(
+    FaultKind.STALE,
+    on_mesh("precision.autocast_policy", Part.FORWARD, "mixed_exact", parameter="loss"),
+    origin=Origin.MESH,
+)
+class EvaluatesSplitLayersWithTheFirstWeights(OverMesh):
+    """Without gradients a split layer's output has the bias of the first forward, as a kept copy of it would give."""
+
+    def spoil_modules(self) -> None:
+        self.kept: Tensor | None = None
+        if "last" in self.config.tp_plan:
+            self.hook_output("last")
+
+    def changed_output(self, module: Any, inputs: Any, output: Any) -> Any:
+        bias = module.bias.to_local().detach()
+        self.kept = bias.clone() if self.kept is None else self.kept
+        return output if torch.is_grad_enabled() else output + (self.kept - bias).to(output.dtype)
+
+
+@mutant(
+    FaultKind.AUTOCAST,
+    Target("precision.master_weights", Part.OPTIMIZER, "mixed_exact", "fp32", mesh=TP2),
+    origin=Origin.MESH,
+)
+class RoundsMastersOverTensorRanks(Around):
+    """With AutoTP a step writes the fp32 masters back from the bf16 weights."""
+
+    over = "deepspeed"
+    stages: ClassVar[tuple[int, ...]] = (2,)
+
+    def step(self) -> None:
+        self.right.step()
+        if self.config.mesh.size(TENSOR) > 1 and "bf16" in self.config.options:
+            seams_engines.round_masters(self.right)
+
+
+@mutant(
+    FaultKind.GRAPH,
+    Target(
+        "precision.output_containers",
+        None,
+        "mixed_exact",
+        "named_tuple",
+        dtype="bf16",
+        world_size=4,
+        mesh=TP2,
+        cause="and the engine's forward a tuple",
+    ),
+    origin=Origin.MESH,
+)
+class ReturnsPlainTuplesOverTensorRanks(OverMesh):
+    """In low precision tensor parallelism returns a plain tuple where the model returns a named one."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().__call__(*args, **kwargs)
+        is_taken_apart = isinstance(output, tuple) and self.tensor_size > 1 and self.config.dtype != "fp32"
+        return tuple(output) if is_taken_apart else output
