@@ -137,7 +137,6 @@ class SplitsSequencesInReversedOrder(OverUlysses):
     FaultKind.SHARDS,
     on_context(Part.FORWARD),
     Target("training.forward_alone", Part.FORWARD, "mlp_context", "eval", mesh="cp2"),
-    Target("precision.autocast_nested", Part.FORWARD, "mixed_context", mesh="cp2"),
     origin=Origin.MESH,
 )
 class JoinsOutputsInReversedOrder(OverUlysses):
