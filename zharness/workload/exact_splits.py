@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from zharness.workload import stand_ins
 from zharness.workload.causal_attention import SPLIT, CausalAttention
 from zharness.workload.exact_blocks import CastingLinear, OneOddParameterModel
 from zharness.workload.exact_heads import HEADS, token_loss
@@ -195,8 +196,9 @@ def make_spec(
 
 
 ON_EP: Mapping[str, Any] = {"ep_plan": EXPERT_PLAN}
-# The draw function and the fields of ModelSpec of each model.
+# The draw function and the fields of ModelSpec of each model, and of those of ``stand_ins``.
 MODELS: tuple[tuple[Any, Mapping[str, Any]], ...] = (
+    *stand_ins.MODELS,
     make_spec(partial(draw_sequences_that_see_one, FEATURES, PICKED), PickingContext, "mlp", **SPLIT),
     make_spec(partial(draw_sequences_that_see_one, FEATURES, OUTPUTS), PickingMixed, "mixed", **SPLIT),
     make_spec(partial(draw_sequences_that_see_one, WIDTH, WIDTH), PickingAdapted, "adapted", **SPLIT),

@@ -27,7 +27,6 @@ from zharness.workload import (
     mixed_precision,
     nets,
     random_routed,
-    stand_ins,
 )
 from zharness.workload.generators import draw_on_cpu, fork_seeded_generators
 from zharness.workload.nested_tensors import collect_tensors, map_tensors
@@ -345,12 +344,7 @@ MODELS: dict[str, ModelSpec] = {
         ),
         *(
             ModelSpec(batch=partial(_draw_parts, draw), **fields)
-            for draw, fields in (
-                *random_routed.EXPERT_MODELS,
-                *causal_attention.MODELS,
-                *stand_ins.MODELS,
-                *exact_splits.MODELS,
-            )
+            for draw, fields in (*random_routed.EXPERT_MODELS, *causal_attention.MODELS, *exact_splits.MODELS)
         ),
         ModelSpec(
             "lookup",
