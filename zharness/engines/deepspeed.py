@@ -30,7 +30,7 @@ from zharness.engines.deepspeed_build import (
     unwrap_and_wrap,
 )
 from zharness.engines.deepspeed_capabilities import CAPABILITIES, capabilities_of_release
-from zharness.engines.deepspeed_experts import build_expert_reader, split_experts
+from zharness.engines.deepspeed_experts import build_expert_reader, join_rates, split_experts
 from zharness.engines.deepspeed_operators import load_built_adam
 from zharness.engines.deepspeed_options import (
     OFFLOAD_STATES,
@@ -225,7 +225,7 @@ class DeepSpeedEngine(DeepSpeedTensorAccess):
         return Observations(
             loss_scale=Absent("the fp32 optimizer of stage 0 has no loss scaler") if scale is None else scale,
             skipped_steps=int(self._engine.skipped_steps),
-            learning_rates=tuple(float(rate) for rate in rates),
+            learning_rates=join_rates(self._engine.optimizer.param_groups, [float(rate) for rate in rates]),
             masters=self._reader.masters() or Absent("the optimizer works on copies in the parameters' own dtype"),
         )
 

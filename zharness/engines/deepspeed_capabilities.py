@@ -10,6 +10,7 @@ from zharness.engines.deepspeed_releases import restrict_to_release
 from zharness.engines.deepspeed_tensor_parallel import LAYER_SPECS, REFUSES_ON_TP
 from zharness.engines.protocol import Capabilities, Feature
 from zharness.mesh import CONTEXT, EXPERT, TENSOR
+from zharness.workload.stand_ins import CONTEXT_CLASSES
 
 _DOCUMENTATION = "https://deepspeed.readthedocs.io/en/latest"
 _NO_TENSOR_BACKWARD = (
@@ -63,6 +64,7 @@ REFUSES_ON_EP: dict[Feature, str] = {
         (Feature.EDITS, Feature.READ_OUT, Feature.WRITE_IN, Feature.SHARD_ACCESS),
         "a rank has its own experts, and no parameter of the name of another rank's",
     ),
+    Feature.INITIAL_WEIGHTS: "a rank has its own experts, of which rank 0 has no weights that it could send",
     **dict.fromkeys(
         _TRANSFORMS,
         "the autograd.Function of its all-to-all (moe/sharded_moe.py, _AllToAll) has no setup_context, without which "
@@ -82,9 +84,12 @@ REFUSES_ON_CP: dict[Feature, str] = {
     ),
     Feature.WINDOW_READ_OUT: "inside a window each rank has the gradient of its own part of a sequence",
 }
-# Each cell of these models would show the factor once more that `context` and `random_context` show.
-STAND_INS_ON_CP = tuple(f"{name}_context" for name in ("blocks", "changing", "experts", "gated", "odd", "similar"))
-_DIVIDES_BY_PARTS = "stage 3 divides every gradient by the ranks of a sequence too, as the model context shows"
+# Most cells of these models would show the factor once more that `context`, `random_context` and `similar_context` do;
+# most laws of the last read and write named tensors, and compare no gradient.
+_REFUSED_ON_CP_AT_STAGE_3 = dict.fromkeys(
+    (f"{name}_context" for name in (*CONTEXT_CLASSES, "adapted", "mixed", "mlp", "odd_one") if name != "similar"),
+    "stage 3 divides every gradient by the ranks of a sequence too, as the models context and similar_context show",
+)
 _REFUSED_AT_STAGE: dict[int, dict[Feature, str]] = {
     0: {
         Feature.READ_OUT: _NO_ACCESS_AT_STAGE_0,
@@ -140,8 +145,8 @@ def capabilities_at(stage: int) -> Capabilities:
     """Return CAPABILITIES with the features that the newest DeepSpeed refuses at ``stage``, and its options there."""
     refuses = {**_REFUSED_AT_EVERY_STAGE, **_REFUSED_AT_STAGE.get(stage, {})}
     axes = CAPABILITIES.mesh_axes - ({EXPERT} if stage == 3 else set())  # 'Native DeepSpeed MoE is not supported' there
-    stand_ins = dict.fromkeys(STAND_INS_ON_CP, _DIVIDES_BY_PARTS) if stage == 3 else {}
-    return replace(CAPABILITIES, refuses=refuses, variants=options_at(stage), mesh_axes=axes, refuses_models=stand_ins)
+    refused = _REFUSED_ON_CP_AT_STAGE_3 if stage == 3 else {}
+    return replace(CAPABILITIES, refuses=refuses, variants=options_at(stage), mesh_axes=axes, refuses_models=refused)
 
 
 def capabilities_of_release(stage: int, release: str) -> Capabilities:

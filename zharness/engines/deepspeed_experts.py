@@ -86,10 +86,22 @@ def build_moe(layer: Any, size: int) -> Any:
     return moe.to(layer.gate.weight)
 
 
+SPLIT_FROM = "split_from"  # the key of a parameter group that has the number of the caller's
+
+
+def join_rates(groups: Sequence[Mapping[str, Any]], rates: Sequence[float]) -> tuple[float, ...]:
+    """Return the learning rates of the caller's groups, of which ``split_groups`` made ``groups`` with ``rates``.
+
+    A group of which a part has another rate has both.
+    """
+    numbers = (group.get(SPLIT_FROM, number) for number, group in enumerate(groups))
+    return tuple(rate for _, rate in sorted(set(zip(numbers, rates, strict=True))))
+
+
 def split_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return parameter groups in which experts are apart, as DeepSpeed's optimizers need them."""
     utils: Any = importlib.import_module("deepspeed.moe.utils")
-    named = [{**group, "name": f"group {index}"} for index, group in enumerate(groups)]
+    named = [{**group, "name": f"group {index}", SPLIT_FROM: index} for index, group in enumerate(groups)]
     return [group for group in utils.split_params_into_different_moe_groups_for_optimizer(named) if group["params"]]
 
 

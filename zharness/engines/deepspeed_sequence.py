@@ -53,7 +53,8 @@ class JoinParts(torch.autograd.Function):
         ctx.group = group
         parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
         dist.all_gather(parts, part.contiguous(), group=group)
-        return torch.cat(parts, dim=SEQUENCE_DIM)
+        with torch.autocast(part.device.type, enabled=False):  # that of a caller may refuse the dtype of the parts
+            return torch.cat(parts, dim=SEQUENCE_DIM)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -136,7 +137,9 @@ class SequenceParts:
             replace_module(self.model, name, attention)
 
     def _split(self, value: Any) -> Any:
-        return TakePart.apply(value, self.group) if isinstance(value, Tensor) else value  # type: ignore[no-untyped-call]
+        if isinstance(value, Tensor) and value.dim() > SEQUENCE_DIM:
+            return TakePart.apply(value, self.group)  # type: ignore[no-untyped-call]
+        return value
 
 
 def split_sequences(model: nn.Module, config: EngineConfig) -> tuple[SequenceParts | None, Any]:

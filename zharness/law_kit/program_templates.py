@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -198,13 +199,6 @@ MESH_TEMPLATES = {
         closing="f b l s v",
     ),
 }
-# Without micro-batches of another number of tokens on each rank: DeepSpeed's experts stall in them (DeepSpeed#6809).
-ROUTED_TEMPLATES = {
-    name: replace(
-        template, phrases=tuple(phrase.replace(":few,", ":").replace(":few", "") for phrase in template.phrases)
-    )
-    for name, template in MESH_TEMPLATES.items()
-}
 # For the model whose parameters are all in the plan of tp: torch clips no others together with these.
 CLIPPED_TEMPLATES = {
     "": ProgramTemplate(
@@ -217,11 +211,27 @@ CLIPPED_TEMPLATES = {
     )
 }
 
-TEMPLATES_BY_MODEL = {
+
+def without_other_sizes(templates: Mapping[str, ProgramTemplate]) -> dict[str, ProgramTemplate]:
+    """Return ``templates`` without micro-batches of another number of tokens on each rank.
+
+    DeepSpeed's experts stall in them (DeepSpeed#6809).
+    """
+    return {
+        name: replace(
+            template, phrases=tuple(phrase.replace(":few,", ":").replace(":few", "") for phrase in template.phrases)
+        )
+        for name, template in templates.items()
+    }
+
+
+TEMPLATES_BY_MODEL: Mapping[str, Mapping[str, ProgramTemplate]] = {
     "changing": CHANGING_TEMPLATES,
     "mlp": MLP_TEMPLATES,
+    "mlp_context": MLP_TEMPLATES,
+    "mlp_routed": without_other_sizes(MLP_TEMPLATES),
     "stepped_heads": MESH_TEMPLATES,
     "stepped_context": MESH_TEMPLATES,
-    "routed": ROUTED_TEMPLATES,
+    "routed": without_other_sizes(MESH_TEMPLATES),
     "stepped_sequence": CLIPPED_TEMPLATES,
 }

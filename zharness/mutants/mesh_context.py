@@ -96,7 +96,16 @@ class ReducesOverTheDataAlone(OverUlysses):
         seams_engines.set_sequence_data_group(groups[self.place])
 
 
-@mutant(FaultKind.CONTRIBUTION, on_context(Part.LOCAL_GRADIENT), ON_PART, origin=Origin.MESH)
+@mutant(
+    FaultKind.CONTRIBUTION,
+    on_context(Part.LOCAL_GRADIENT),
+    ON_PART,
+    Target("training.trajectory", Part.LOCAL_GRADIENT, "mlp_context", "sgd", mesh="cp2"),
+    Target("training.any_order", Part.LOCAL_GRADIENT, "mlp_context", "steps", mesh="cp2"),
+    Target("precision.autocast_states", Part.REDUCTION, "mixed_context", mesh="cp2"),
+    Target("precision.weights_of_two_dtypes", Part.REDUCTION, "adapted_context", mesh="cp2"),
+    origin=Origin.MESH,
+)
 class LosesTheGradientOfTheLastPart(OverUlysses):
     """The loss of the last part of a sequence has no gradient."""
 
@@ -124,7 +133,12 @@ class SplitsSequencesInReversedOrder(OverUlysses):
         return self.reversed_parts(self.right(*map(self.reversed_parts, args), **kwargs))
 
 
-@mutant(FaultKind.SHARDS, on_context(Part.FORWARD), origin=Origin.MESH)
+@mutant(
+    FaultKind.SHARDS,
+    on_context(Part.FORWARD),
+    Target("training.forward_alone", Part.FORWARD, "mlp_context", "eval", mesh="cp2"),
+    origin=Origin.MESH,
+)
 class JoinsOutputsInReversedOrder(OverUlysses):
     """The parts of the output are joined from that of the last rank to that of the first."""
 

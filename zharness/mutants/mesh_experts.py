@@ -102,6 +102,10 @@ class OverExperts(Around):
     FaultKind.SCALE,
     on_experts(parameter="moe.experts.*"),
     on_experts(parameter="moe.experts.*", world_size=4),
+    Target("training.trajectory", Part.REDUCTION, "mlp_routed", "sgd", parameter="moe.experts.*", mesh="ep2"),
+    Target("training.any_order", Part.REDUCTION, "mlp_routed", "saved", parameter="moe.experts.*", mesh="ep2"),
+    Target("training.kernels", Part.LOCAL_GRADIENT, "mlp_routed", parameter="moe.experts.*", mesh="ep2"),
+    Target("precision.autocast_states", Part.REDUCTION, "mixed_routed", parameter="moe.experts.*", mesh="ep2"),
     origin=Origin.MESH,
     imitates=deepspeed(6545),
 )
@@ -184,7 +188,12 @@ class NormHasTheExpertsOfOneRankAlone(OverExperts):
         return not is_expert or int(rest.partition(".")[0]) // self.experts_of_a_rank == self.place
 
 
-@mutant(FaultKind.SHARDS, on_experts(Part.FORWARD), origin=Origin.MESH)
+@mutant(
+    FaultKind.SHARDS,
+    on_experts(Part.FORWARD),
+    Target("training.modes", Part.FORWARD, "stateful_routed", mesh="ep2"),
+    origin=Origin.MESH,
+)
 class ReturnsTokensInReversedOrder(OverExperts):
     """The outputs of experts come back for the tokens of a rank in reversed order."""
 

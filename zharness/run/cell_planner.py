@@ -14,7 +14,7 @@ from zharness.mesh import CONTEXT, TENSOR, Mesh
 from zharness.parity import Tier
 from zharness.parity.certificate import is_power_of_two
 from zharness.run.configuration import cell_setting, configuration_on
-from zharness.run.mesh_claims import needs_mesh, reason_mesh_not_stated
+from zharness.run.mesh_claims import needs_mesh, reason_mesh_not_stated, splits_exactly
 from zharness.workload import model_spec
 from zharness.workload.user_model import is_user_model
 
@@ -141,7 +141,8 @@ def reason_not_comparable(law: Law, cell: Cell, capabilities: Capabilities) -> s
     if reduce_dtype not in (*law.dtypes, "fp32") and not compares_itself:
         stated = ", ".join(law.dtypes)
         return f"{law.name} applies only to the dtypes {stated}, and gradients are reduced in {reduce_dtype}"
-    if CONTEXT in cell.mesh.axes and cell.dtype != "fp32" and not compares_itself:
+    split_exactly = splits_exactly(cell.model)
+    if CONTEXT in cell.mesh.axes and cell.dtype != "fp32" and not (compares_itself or split_exactly):
         return (
             f"each part of a sequence rounds its gradient to {cell.dtype} before the sum over {cell.mesh.label}, and "
             f"no bound of {law.name} allows for that"
@@ -156,7 +157,7 @@ def reason_not_comparable(law: Law, cell: Cell, capabilities: Capabilities) -> s
         return (
             f"{law.name} is stated for gradients that are summed in fp32, and here they are rounded to {reduce_dtype}"
         )
-    if kernels is not None and not exact and not is_tolerant:
+    if kernels is not None and not exact and not is_tolerant and not split_exactly:
         laws = list_calibrated_laws(cell.mesh)
         return f"only exact models and {laws} can judge kernels other than torch's ({kernels})"
     terms = cell.mesh.data_size(cell.world_size)

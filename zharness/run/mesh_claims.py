@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 from zharness.cell import Cell
 from zharness.engines import Capabilities
@@ -24,15 +25,36 @@ def applies_to_model(law: Law, model: str, mesh: Mesh) -> bool:
 
     Only attention needs a whole sequence, and only a layer of experts is split over ep. Few models have either, so that
     the others could show nothing there. A calibrated law has to check first that rounding chooses no other expert,
-    which those do that name a model of experts.
+    which those do that name a model of experts, unless the model's gate chooses by integers.
     """
     spec = model_spec(model)
-    stands_in = (
+    if model in law.models or spec.stands_in_for not in law.models:
+        return model in law.models
+    if spec.splits_exactly:
+        variants = () if explain_missing_plan(model, mesh) else law.workload_variants
+        return any(not find_other_model(law, variant, mesh) for variant in variants)
+    return (
         (TENSOR in mesh.axes and bool(spec.tp_plan) and needs_exact_sums(law, spec.stands_in_for))
         or (CONTEXT in mesh.axes and bool(spec.cp_plan))
         or (EXPERT in mesh.axes and bool(spec.ep_plan) and not law.is_calibrated)
     )
-    return model in law.models or (stands_in and spec.stands_in_for in law.models)
+
+
+@cache
+def find_other_model(law: Law, variant: str, mesh: Mesh) -> str:
+    """Return a model that stands in on ``mesh`` for one of the law's, and can judge its ``variant``, or ''.
+
+    The model is not one that splits exactly, which runs only what no other one does.
+    """
+    if law.mesh_support is MeshSupport.OWN_MODELS:
+        return ""
+    is_tolerant = law.is_calibrated or law.get_variant(variant).compares_engine_with_itself
+    for name, spec in MODELS.items():
+        if spec.splits_exactly or not (is_tolerant or (spec.exact and law.weights_stay_integers)):
+            continue
+        if applies_to_model(law, name, mesh) and not explain_missing_plan(name, mesh):
+            return name
+    return ""
 
 
 def needs_exact_sums(law: Law, original: str) -> bool:
@@ -75,6 +97,11 @@ def explain_missing_plan(model: str, mesh: Mesh) -> str:
         uneven = (f"{count} {parts}" for parts, count in spec.tp_parts.items() if count % size)
         return next((f"the {parts} of the model {model} cannot be split over tp{size}" for parts in uneven), "")
     return f"the model {model} has no plan that says how the axis tp splits its modules (ModelSpec.tp_plan)"
+
+
+def splits_exactly(model: str) -> bool:
+    """Return whether the sums of ``model`` that ep and cp split round nothing, whatever the weights are."""
+    return not is_user_model(model) and model_spec(model).splits_exactly
 
 
 def require_plan(model: str, mesh: Mesh) -> None:
@@ -162,7 +189,7 @@ def reason_mesh_not_stated(law: Law, cell: Cell, capabilities: Capabilities) -> 
     if needs_mesh(law) and not cell.mesh.sizes:
         return f"{law.name} needs a mesh (--mesh): {law.mesh_support.value}"
     excludes = {
-        MeshSupport.OWN_MODELS: bool({CONTEXT, EXPERT} & set(cell.mesh.axes)),
+        MeshSupport.OWN_MODELS: bool({CONTEXT, EXPERT} & set(cell.mesh.axes)) and not splits_exactly(cell.model),
         MeshSupport.WHOLE_INPUTS: CONTEXT in cell.mesh.axes,
         MeshSupport.FINITE_EXPERTS: EXPERT in cell.mesh.axes,
         MeshSupport.SMALLER_WORLDS: cell.mesh.smallest_world == cell.world_size,
@@ -170,6 +197,8 @@ def reason_mesh_not_stated(law: Law, cell: Cell, capabilities: Capabilities) -> 
     if excludes.get(law.mesh_support):
         on_mesh = f" and the mesh {cell.mesh.label}" if cell.mesh.sizes else ""
         return f"{law.name} is not stated for the world size {cell.world_size}{on_mesh}: {law.mesh_support.value}"
+    if splits_exactly(cell.model) and (other := find_other_model(law, cell.variant, cell.mesh)):
+        return f"the model {cell.model} would show of {law.name} what {other} shows"
     if not cell.mesh.sizes:  # a model needs no plan
         return explain_other_form(law, cell, capabilities) or explain_refused_model(cell, capabilities)
     return (

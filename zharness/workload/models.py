@@ -21,12 +21,12 @@ from zharness.workload import (
     exact_layers,
     exact_mixing,
     exact_mlp,
+    exact_splits,
     exact_tokens,
     matrices,
     mixed_precision,
     nets,
     random_routed,
-    stand_ins,
 )
 from zharness.workload.generators import draw_on_cpu, fork_seeded_generators
 from zharness.workload.nested_tensors import collect_tensors, map_tensors
@@ -104,7 +104,7 @@ class ModelSpec:
     ``pp_plan`` has the modules that are called one after another, which pp splits, and ``ep_plan`` the number of
     experts of each layer of experts, which ep splits. ``cp_plan`` has the attention modules of a model whose sequence
     cp splits, and ``cp_parts`` what cp has to divide. On a mesh with ep or cp it runs the laws of the model
-    ``stands_in_for``.
+    ``stands_in_for``. ``splits_exactly`` says that the sums that ep or cp splits round nothing, whatever the weights.
     """
 
     name: str
@@ -119,6 +119,7 @@ class ModelSpec:
     cp_plan: tuple[str, ...] = ()
     cp_parts: Mapping[str, int] = field(default_factory=dict, hash=False)
     stands_in_for: str = ""
+    splits_exactly: bool = False
     tp_parts: Mapping[str, int] = field(default_factory=dict, hash=False)
 
     def model(self, seed: int) -> nn.Module:
@@ -344,7 +345,7 @@ MODELS: dict[str, ModelSpec] = {
         ),
         *(
             ModelSpec(batch=partial(_draw_parts, draw), **fields)
-            for draw, fields in (*random_routed.EXPERT_MODELS, *causal_attention.MODELS, *stand_ins.MODELS)
+            for draw, fields in (*random_routed.EXPERT_MODELS, *causal_attention.MODELS, *exact_splits.MODELS)
         ),
         ModelSpec(
             "lookup",

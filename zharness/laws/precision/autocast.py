@@ -42,8 +42,11 @@ from zharness.workload.user_model import is_user_model
 
 
 @contextmanager
-def capture_output_dtypes(module: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Yield a dictionary to which every forward in the ``with`` block adds the output dtype of each module."""
+def capture_output_dtypes(module: nn.Module, spec: ModelSpec) -> Iterator[dict[str, Tensor]]:
+    """Yield a dictionary to which every forward in the ``with`` block adds the output dtype of each module of ``spec``.
+
+    Attention and layers of experts that an engine may replace by modules of its own are left out.
+    """
     seen: dict[str, Tensor] = {}
 
     def make_hook(name: str) -> Any:
@@ -55,7 +58,9 @@ def capture_output_dtypes(module: nn.Module) -> Iterator[dict[str, Tensor]]:
 
         return save_output_dtype
 
-    hooks = [child.register_forward_hook(make_hook(name)) for name, child in module.named_modules()]
+    replaced = (*spec.cp_plan, *spec.ep_plan)
+    kept = {name: child for name, child in module.named_modules() if not name.startswith(replaced)}
+    hooks = [child.register_forward_hook(make_hook(name)) for name, child in kept.items()]
     try:
         yield seen
     finally:
@@ -91,7 +96,7 @@ def observe_policy(ctx: RankContext) -> None:
         engine.close()
         return
     evaluate(ctx, engine, MICRO_BEFORE_STEP)
-    with capture_output_dtypes(engine.module) as dtypes:
+    with capture_output_dtypes(engine.module, ctx.spec) as dtypes:
         loss = ctx.loss(engine, 0)
     ctx.record("dtypes", dtypes)
     engine.backward(loss)
@@ -112,7 +117,7 @@ MICRO_BEFORE_STEP, MICRO_AFTER_STEP = 1, 2  # micro-batches of the evaluations b
 
 def evaluate(ctx: RankContext, engine: Engine, micro: int) -> None:
     """Run a forward in eval mode without gradients, and record its loss and the dtypes of the modules' outputs."""
-    with eval_mode(engine), torch.no_grad(), capture_output_dtypes(engine.module) as dtypes:
+    with eval_mode(engine), torch.no_grad(), capture_output_dtypes(engine.module, ctx.spec) as dtypes:
         ctx.loss(engine, micro)
     ctx.record("dtypes", dtypes, micro)
 
@@ -123,7 +128,7 @@ def judge_policy(ctx: JudgeContext) -> Iterator[Comparison]:
         yield from judge_transformed(ctx)
         return
     model, batch = ctx.baseline.build_module(), ctx.baseline.batch(0, 0)
-    with capture_output_dtypes(model) as dtypes, torch.autocast(compute_device_type(), LOW_DTYPE):
+    with capture_output_dtypes(model, ctx.baseline.spec) as dtypes, torch.autocast(compute_device_type(), LOW_DTYPE):
         model(batch.inputs)
     ranks = range(ctx.data_size)
     for micro in (MICRO_BEFORE_STEP, 0):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import product
 from typing import Any
 
@@ -39,17 +39,29 @@ INTEGERS = {"indices": torch.tensor([257, 2**24 + 1, 2**53 - 1]), "mask": torch.
 
 
 class IntegerInputsModel(nn.Module):
-    """A model with two further inputs, which it keeps in ``seen`` and does not use."""
+    """A model with two further inputs, which it passes to ``note`` by name and does not use."""
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner: nn.Module, note: Callable[[dict[str, Tensor]], None]) -> None:
         super().__init__()
         self.inner = inner
-        self.seen: dict[str, Tensor] = {}
+        self.note = note
 
     def forward(self, x: Tensor, indices: Tensor, mask: Tensor) -> Any:
         """Return the output of the model inside for ``x``."""
-        self.seen = {"indices": indices.clone(), "mask": mask.clone()}
+        self.note({"indices": indices.clone(), "mask": mask.clone()})
         return self.inner(x)
+
+
+def write_into(seen: dict[str, Tensor]) -> Callable[[dict[str, Tensor]], None]:
+    """Return a function that writes into ``seen``, also if an engine copies the model that calls it."""
+    return lambda tensors: seen.update(tensors)
+
+
+def plans_of_inner(ctx: RankContext) -> dict[str, Any]:
+    """Return how each axis splits the model that is inside an IntegerInputsModel."""
+    plans = {"cp_plan": ctx.config.cp_plan, "ep_plan": ctx.config.ep_plan}
+    names = {plan: tuple(f"inner.{name}" for name in names) for plan, names in plans.items()}
+    return {"tp_plan": plan_inner_model(ctx), **names}
 
 
 def describe_integers(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -85,10 +97,11 @@ def observe_declared_dtypes(ctx: RankContext) -> None:
         if dtype not in ctx.capabilities.dtypes or not can_set:
             continue
         if ctx.variant == INPUTS:
-            model = IntegerInputsModel(ctx.spec.model(ctx.seed))
-            engine = ctx.build_engine_around(model, optimizer=SGD, dtype=dtype, tp_plan=plan_inner_model(ctx))
+            seen: dict[str, Tensor] = {}
+            model = IntegerInputsModel(ctx.spec.model(ctx.seed), write_into(seen))
+            engine = ctx.build_engine_around(model, optimizer=SGD, dtype=dtype, **plans_of_inner(ctx))
             engine(ctx.batch(0).inputs.to(torch_dtype), INTEGERS["indices"].clone(), mask=INTEGERS["mask"].clone())
-            ctx.record("inputs", describe_integers(model.seen), at)
+            ctx.record("inputs", describe_integers(seen), at)
             engine.close()
         else:
             engine, batch = ctx.build_engine(optimizer=SGD, dtype=dtype), ctx.batch(0).to(torch_dtype)

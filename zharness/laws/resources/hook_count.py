@@ -65,21 +65,29 @@ class CheckpointedLayers(nn.Module):
         return x.sum()
 
 
+def add_split_layers(ctx: RankContext, model: nn.Module) -> nn.Module:
+    """Give ``model`` the attention or the experts that the mesh splits, which no forward calls, and return it."""
+    for name in (*ctx.config.cp_plan, *ctx.config.ep_plan):
+        model.add_module(name, ctx.spec.model(ctx.seed).get_submodule(name))
+    return model
+
+
 def observe_hook_count(ctx: RankContext) -> None:
     """Count the Python calls in a backward on models of several sizes, and in every step of a training."""
-    for name, model, counts in (
+    for name, model_class, counts in (
         ("calls", ScalarParameters, PARAMETER_COUNTS),
         ("recomputed", CheckpointedLayers, CHECKPOINT_COUNTS),
     ):
         for count in counts:
-            engine = ctx.build_engine_around(model(count), optimizer=ZERO_LR_SGD)
+            engine = ctx.build_engine_around(add_split_layers(ctx, model_class(count)), optimizer=ZERO_LR_SGD)
             for _ in range(WARMUP_BACKWARDS):
                 engine.backward(engine(torch.ones(2, 2, device=ctx.device)))
                 engine.zero_grad()
             calls = count_calls(engine.backward, engine(torch.ones(2, 2, device=ctx.device)))
             ctx.record(name, {"calls": scalar(calls)}, count)
             engine.close()
-    engine = ctx.build_engine_around(ScalarParameters(TRAINED_PARAMETERS), optimizer=ZERO_LR_SGD)
+    model = add_split_layers(ctx, ScalarParameters(TRAINED_PARAMETERS))
+    engine = ctx.build_engine_around(model, optimizer=ZERO_LR_SGD)
 
     def train(inputs: Tensor) -> None:
         """Train one optimizer step on ``inputs``."""

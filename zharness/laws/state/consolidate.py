@@ -36,13 +36,13 @@ def observe_consolidate(ctx: RankContext) -> None:
 
 
 def index_shared_memory(state: dict[str, Any]) -> dict[str, Tensor]:
-    """Return, for each tensor of ``state``, the position of the first tensor that shares its memory."""
+    """Return, for each tensor of ``state``, the place by name of the first tensor that shares its memory."""
     first_positions: dict[int, int] = {}
     return {
         name: torch.tensor(
             float(first_positions.setdefault(tensor.data_ptr() if tensor.numel() else -position - 1, position))
         )
-        for position, (name, tensor) in enumerate(state.items())
+        for position, (name, tensor) in enumerate(sorted(state.items()))
     }
 
 
