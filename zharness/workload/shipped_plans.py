@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -51,8 +51,9 @@ def is_splittable(module: nn.Module | None) -> bool:
 def match_patterns(model: nn.Module) -> Iterator[tuple[str, str]]:
     """Yield the path of each module and parameter that a pattern of the shipped plan matches, with the plan's word."""
     paths = [path for path, _ in (*model.named_modules(), *model.named_parameters())]
+    patterns: Mapping[str, str] = model.tp_plan  # type: ignore[assignment]  # an attribute that nn.Module does not know
     for path in paths:
-        for pattern, word in model.tp_plan.items():
+        for pattern, word in patterns.items():
             if fnmatchcase(path, pattern):
                 yield path, word
 

@@ -20,7 +20,7 @@ from zharness.laws.precision.common import (
     SGD,
     WIDE_DTYPE,
     compare_values_and_dtypes,
-    plan_inner_model,
+    plan_inner_modules,
     precision_law,
 )
 from zharness.laws.precision.master_weights import BF16_OPTIONS
@@ -55,13 +55,6 @@ class IntegerInputsModel(nn.Module):
 def write_into(seen: dict[str, Tensor]) -> Callable[[dict[str, Tensor]], None]:
     """Return a function that writes into ``seen``, also if an engine copies the model that calls it."""
     return lambda tensors: seen.update(tensors)
-
-
-def plans_of_inner(ctx: RankContext) -> dict[str, Any]:
-    """Return how each axis splits the model that is inside an IntegerInputsModel."""
-    plans = {"cp_plan": ctx.config.cp_plan, "ep_plan": ctx.config.ep_plan}
-    names = {plan: tuple(f"inner.{name}" for name in names) for plan, names in plans.items()}
-    return {"tp_plan": plan_inner_model(ctx), **names}
 
 
 def describe_integers(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -99,7 +92,7 @@ def observe_declared_dtypes(ctx: RankContext) -> None:
         if ctx.variant == INPUTS:
             seen: dict[str, Tensor] = {}
             model = IntegerInputsModel(ctx.spec.model(ctx.seed), write_into(seen))
-            engine = ctx.build_engine_around(model, optimizer=SGD, dtype=dtype, **plans_of_inner(ctx))
+            engine = ctx.build_engine_around(model, optimizer=SGD, dtype=dtype, **plan_inner_modules(ctx))
             engine(ctx.batch(0).inputs.to(torch_dtype), INTEGERS["indices"].clone(), mask=INTEGERS["mask"].clone())
             ctx.record("inputs", describe_integers(seen), at)
             engine.close()

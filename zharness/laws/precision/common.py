@@ -116,9 +116,14 @@ def judge_whole_gradient(
 INNER = "inner."  # the start of the names of modules and parameters in a model that wraps another
 
 
-def plan_inner_model(ctx: RankContext) -> dict[str, str]:
-    """Return the plan of tp for a model that has the cell's model as its module ``inner``."""
-    return {INNER + name: word for name, word in ctx.config.tp_plan.items()}
+def plan_inner_modules(ctx: RankContext) -> dict[str, Any]:
+    """Return how tp, cp and ep split a model that has the cell's model as its module ``inner``."""
+    config = ctx.config
+    return {
+        "tp_plan": {INNER + name: word for name, word in config.tp_plan.items()},
+        "cp_plan": tuple(INNER + name for name in config.cp_plan),
+        "ep_plan": tuple(INNER + name for name in config.ep_plan),
+    }
 
 
 REDUCED = "reduced"  # the label, or its beginning, of the elements that were reduced

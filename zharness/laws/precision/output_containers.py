@@ -13,7 +13,7 @@ from zharness.law_kit.law import Law, Variant
 from zharness.law_kit.optimizers import ZERO_LR_SGD
 from zharness.law_kit.rank_context import RankContext
 from zharness.laws.backward_outputs import OUTPUT_CONTAINERS
-from zharness.laws.precision.common import INNER, plan_inner_model
+from zharness.laws.precision.common import INNER, plan_inner_modules
 from zharness.parity import Comparison, Tier
 
 
@@ -41,7 +41,7 @@ def observe_output_containers(ctx: RankContext) -> None:
     """
     pack, unpack = OUTPUT_CONTAINERS[ctx.variant]
     model, batch = PackingModel(ctx.spec.model(ctx.seed), pack), ctx.batch(0)
-    engine = ctx.build_engine_around(model, optimizer=ZERO_LR_SGD, tp_plan=plan_inner_model(ctx))
+    engine = ctx.build_engine_around(model, optimizer=ZERO_LR_SGD, **plan_inner_modules(ctx))
     packed = engine(batch.inputs)
     if type(packed) is not model.made:
         raise EngineContractError(
