@@ -6,8 +6,13 @@ The gradients of ``matrices`` have at most one element in each row and column th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+
+from zharness.workload.exact_mlp import linear_loss
 
 ROWS, COLUMNS = 14, 9  # of the tall weight
 # Of the wide weight. It is larger than the tall one, so that two ranks that halve the elements share it.
@@ -107,3 +112,29 @@ def draw_factors(samples: int, generator: torch.Generator) -> tuple[Tensor, Tens
     inputs = torch.randint(1, 3, (samples, 2 * VECTORS), generator=generator).float()
     inputs[:, [1, VECTORS + 2]] *= LARGE
     return inputs, torch.full_like(inputs, TARGET)
+
+
+# The draw function and the fields of ModelSpec of each model.
+MODELS: tuple[tuple[Any, Mapping[str, Any]], ...] = (
+    (
+        draw_places,
+        {
+            "name": "matrices",
+            "summary": (
+                "a tall and a wide matrix whose gradients have one element in a row and column: Muon rounds no sum"
+            ),
+            "build": Matrices,
+            "loss": linear_loss,
+            "tp_plan": TENSOR_PLAN,
+        },
+    ),
+    (
+        draw_factors,
+        {
+            "name": "dense_matrices",
+            "summary": "a tall and a wide matrix whose gradients have no zero and orthogonal vectors: Muon rounds no sum",
+            "build": DenseMatrices,
+            "loss": linear_loss,
+        },
+    ),
+)

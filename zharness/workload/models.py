@@ -345,7 +345,12 @@ MODELS: dict[str, ModelSpec] = {
         ),
         *(
             ModelSpec(batch=partial(_draw_parts, draw), **fields)
-            for draw, fields in (*random_routed.EXPERT_MODELS, *causal_attention.MODELS, *exact_splits.MODELS)
+            for draw, fields in (
+                *random_routed.EXPERT_MODELS,
+                *causal_attention.MODELS,
+                *exact_splits.MODELS,
+                *matrices.MODELS,
+            )
         ),
         ModelSpec(
             "lookup",
@@ -354,21 +359,6 @@ MODELS: dict[str, ModelSpec] = {
             _draw_ternary_batch,
             exact_mlp.linear_loss,
             exact=True,
-        ),
-        ModelSpec(
-            name="matrices",
-            summary="a tall and a wide matrix whose gradients have one element in a row and column: Muon rounds no sum",
-            build=matrices.Matrices,
-            batch=partial(_draw_parts, matrices.draw_places),
-            loss=exact_mlp.linear_loss,
-            tp_plan=matrices.TENSOR_PLAN,
-        ),
-        ModelSpec(
-            name="dense_matrices",
-            summary="a tall and a wide matrix whose gradients have no zero and orthogonal vectors: Muon rounds no sum",
-            build=matrices.DenseMatrices,
-            batch=partial(_draw_parts, matrices.draw_factors),
-            loss=exact_mlp.linear_loss,
         ),
         ModelSpec(
             name="mixed",
