@@ -50,6 +50,7 @@ from zharness.mutants import (  # noqa: F401 - each module registers its mutants
     mesh_dropout,
     mesh_experts,
     mesh_experts_steps,
+    mesh_experts_wire,
     mesh_norms,
     mesh_not_finite,
     mesh_programs,
