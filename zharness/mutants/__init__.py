@@ -47,6 +47,7 @@ from zharness.mutants import (  # noqa: F401 - each module registers its mutants
     mesh_context_laws,
     mesh_context_norms,
     mesh_copies,
+    mesh_deepspeed_copies,
     mesh_dropout,
     mesh_experts,
     mesh_experts_steps,
