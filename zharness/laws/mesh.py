@@ -7,13 +7,13 @@ both are plain PyTorch's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from zharness.engines.protocol import Feature, OptimizerSpec
+from zharness.engines.protocol import Engine, Feature, OptimizerSpec
 from zharness.engines.tensor_access import require_shard_access
 from zharness.law_kit.clipped_step import bound_clipped_parts, compute_first_absolute_grads, judge_clipped_step
 from zharness.law_kit.clipping import judge_clip_factor
@@ -128,35 +128,68 @@ def observe_bias_norm(ctx: RankContext) -> None:
 
 
 def observe_replicas(ctx: RankContext) -> None:
-    """Make one step, and record this rank's shards of gradients after backward and of weights after the step."""
+    """Make one step, and record gradients after backward, and weights and optimizer state after the step.
+
+    Beside the full tensors, which may be gathered, this rank's shards are recorded, if the engine hands them out.
+    """
     engine = ctx.build_engine(optimizer=MOMENTUM_SGD)
-    shards, names = require_shard_access(engine), list(engine.full_params())
     ctx.train(engine, step=0)
-    ctx.record("full gradients", engine.full_grads())
-    ctx.record("gradients", {name: shards.read_grad_shard(name) for name in names})
+    record_replicas(ctx, engine, "gradients", engine.full_grads())
     engine.step()
     engine.zero_grad()
-    ctx.record("full weights", engine.full_params())
-    ctx.record("weights", {name: shards.read_param_shard(name) for name in names})
+    record_replicas(ctx, engine, "weights", engine.full_params())
+    state = {f"{name}/{key}": value for name, of in engine.full_optimizer_state().items() for key, value in of.items()}
+    ctx.record("state", state)
     engine.close()
 
 
+def record_replicas(ctx: RankContext, engine: Engine, label: str, full: Mapping[str, Tensor]) -> None:
+    """Record full tensors, and this rank's shards of them."""
+    ctx.record(f"full {label}", full)
+    if ctx.capabilities.refusal(Feature.SHARD_ACCESS) is None:
+        shards = require_shard_access(engine)
+        read = shards.read_grad_shard if label == "gradients" else shards.read_param_shard
+        ctx.record(label, {name: read(name) for name in full})
+
+
 def judge_replicas(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare replicas of shards along each axis, and each shard with the elements that ``layout()`` assigns to it."""
+    """Compare replicas of tensors along each axis, and each shard with the elements that ``layout()`` assigns to it."""
     for label, part in (("gradients", Part.REDUCTION), ("weights", Part.OPTIMIZER)):
         for name, tensor in ctx.rank_records(f"full {label}")[0].items():
             owned = [list_owned_spans(ctx, rank, name, tensor.numel()) for rank in range(ctx.world_size)]
-            shards = [record[name] for record in ctx.rank_records(label)]
             yield from judge_owners(ctx, name, tensor, owned)
-            yield from compare_replicas(ctx, name, part, owned, shards)
-            for rank, shard in enumerate(shards):
-                flat = ctx.rank_records(f"full {label}")[rank][name].flatten()
-                elements = torch.cat([flat.new_empty(0), *(flat[start:stop] for start, stop in owned[rank])])
-                place = ctx.location(name, Part.GATHER, 0, rank)
-                count, longest = scalar(shard.numel()), elements.numel() + ctx.world_size - 1  # with padding
-                yield compare_bitwise(place, count.clamp(elements.numel(), longest), count)
-                if elements.numel() <= shard.numel():
-                    yield compare_bitwise(place, elements, shard[: elements.numel()])
+            yield from compare_whole_tensors(ctx, f"full {label}", name, part)
+            if ctx.has_record(label):
+                shards = [record[name] for record in ctx.rank_records(label)]
+                yield from compare_replicas(ctx, name, part, owned, shards)
+                yield from compare_shards(ctx, f"full {label}", name, owned, shards)
+    for name in ctx.rank_records("state")[0]:
+        yield from compare_whole_tensors(ctx, "state", name, Part.OPTIMIZER)
+
+
+def compare_whole_tensors(ctx: JudgeContext, label: str, name: str, part: Part) -> Iterator[Comparison]:
+    """Compare what each rank has of a whole tensor with what the rank at coordinate 0 of an axis has.
+
+    Most engines gather it. DeepSpeed below stage 3 does not where tp splits nothing: a rank has its own weight, and the
+    sum over its own data.
+    """
+    tensors = [record[name] for record in ctx.rank_records(label)]
+    whole: Sequence[Spans] = [((0, tensors[0].numel()),)] * ctx.world_size
+    yield from compare_replicas(ctx, name, part, whole, tensors)
+
+
+def compare_shards(
+    ctx: JudgeContext, label: str, name: str, owned: Sequence[Spans], shards: Sequence[Tensor]
+) -> Iterator[Comparison]:
+    """Compare each rank's shard with the elements of its full tensor that it owns."""
+    for rank, shard in enumerate(shards):
+        flat = ctx.rank_records(label)[rank][name].flatten()
+        elements = torch.cat([flat.new_empty(0), *(flat[start:stop] for start, stop in owned[rank])])
+        place = ctx.location(name, Part.GATHER, 0, rank)
+        count, longest = scalar(shard.numel()), elements.numel() + ctx.world_size - 1  # with padding
+        yield compare_bitwise(place, count.clamp(elements.numel(), longest), count)
+        if elements.numel() <= shard.numel():
+            yield compare_bitwise(place, elements, shard[: elements.numel()])
 
 
 def judge_owners(ctx: JudgeContext, name: str, tensor: Tensor, owned: Sequence[Spans]) -> Iterator[Comparison]:
@@ -254,7 +287,6 @@ LAWS = (
         "replicas along an axis are bitwise equal after backward and step, and shards lie where layout() says",
         observe_replicas,
         judge_replicas,
-        Feature.SHARD_ACCESS,
         kept_because="names the axis along which replicas differ, which gathered tensors may hide",
     ),
     mesh_law(

@@ -5,14 +5,12 @@ On ep a rank has no other rank's experts, so that each finds an overflow of its 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 
 import torch
 from torch import nn
 
 from zharness.engines.protocol import Feature
-from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Variant
 from zharness.law_kit.optimizers import UNIT_LR_SGD
 from zharness.law_kit.rank_context import RankContext, scalar
@@ -20,7 +18,6 @@ from zharness.laws.circumstances.not_finite import CLIPPED, Outcome, step_and_cl
 from zharness.laws.mesh import CLIP, mesh_law
 from zharness.laws.mesh_not_finite import VALUES, judge_one_coordinate
 from zharness.mesh import EXPERT
-from zharness.parity import Comparison, Part, compare_bitwise
 
 
 def overflow_on_last_rank(ctx: RankContext, module: nn.Module, value: float) -> None:
@@ -46,21 +43,12 @@ def observe_expert(ctx: RankContext) -> None:
     engine.close()
 
 
-def judge_expert(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Check that one gradient is not finite, and compare outcomes and weights as ``mesh.not_finite`` does."""
-    for rank, grads in enumerate(ctx.rank_records("grads")):
-        overflowed = [name for name, grad in grads.items() if not grad.isfinite().all()]
-        place = ctx.location("gradients that are not finite", Part.ACCUMULATION, 0, rank)
-        yield compare_bitwise(place, scalar(1), scalar(len(overflowed)))
-    yield from judge_one_coordinate(ctx)
-
-
 LAWS = (
     mesh_law(
         "expert_not_finite",
         "a gradient that is infinite or NaN in one expert alone is applied, skipped or refused by all ranks alike",
         observe_expert,
-        judge_expert,
+        judge_one_coordinate,
         models=("routed",),
         variants=tuple(
             Variant(f"{value}{suffix}", (Feature.CLIP,) if suffix else ())

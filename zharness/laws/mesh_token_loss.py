@@ -20,22 +20,37 @@ from zharness.parity.baseline import run_local
 from zharness.workload import Batch
 from zharness.workload.exact_tokens import PADDING, sum_cross_entropy
 
-# The tokens that count in the two micro-batches of a step, for even and odd data coordinates: 8 on each, of 16.
-COUNTED_TOKENS = ((3, 5), (1, 7))
+# The tokens that count in the two micro-batches of a step, for even and odd data coordinates. Ranks have different
+# numbers of them, so that a mean of the ranks' means is another number, and all of them have a power of two.
+COUNTED_TOKENS = ((3, 1), (5, 7))  # of 16, whose targets are words
+COUNTED_ROWS = ((1, 2), (4, 1))  # of 4 that are routed to experts, whose targets are vectors
 MICRO_BATCHES = range(2)
+
+
+def count_tokens(batch: Batch, data_coordinate: int) -> tuple[int, int]:
+    """Return how many tokens count in each micro-batch of a data coordinate, for targets as in ``batch``."""
+    return (COUNTED_ROWS if batch.target.is_floating_point() else COUNTED_TOKENS)[data_coordinate % 2]
 
 
 def pad(batch: Batch, data_coordinate: int, micro: int) -> Batch:
     """Return the batch with padding as the target of all tokens behind the first ones, which count."""
-    target = batch.target.flatten().clone()
-    target[COUNTED_TOKENS[data_coordinate % 2][micro] :] = PADDING
-    return replace(batch, target=target.view_as(batch.target))
+    counted, target = count_tokens(batch, data_coordinate)[micro], batch.target.clone()
+    if target.is_floating_point():
+        target[counted:] = 0.0
+    else:
+        target.view(-1)[counted:] = PADDING
+    return replace(batch, target=target)
 
 
 def share_of_loss(output: Any, batch: Batch, data_size: int) -> Tensor:
     """Return a micro-batch's part of the mean over all tokens that count, times the terms of an engine's mean."""
-    tokens = sum(sum(COUNTED_TOKENS[at % 2]) for at in range(data_size))
-    return sum_cross_entropy(output, batch.target) * data_size / tokens
+    tokens = sum(sum(count_tokens(batch, at)) for at in range(data_size))
+    return sum_over_tokens(output, batch.target) * data_size / tokens
+
+
+def sum_over_tokens(output: Any, target: Tensor) -> Tensor:
+    """Return the sum of the losses of tokens: a cross-entropy, or the product with a target that is a vector."""
+    return (output * target).sum() if target.is_floating_point() else sum_cross_entropy(output, target)
 
 
 def observe_token_loss(ctx: RankContext) -> None:
@@ -79,13 +94,13 @@ def judge_token_loss(ctx: JudgeContext) -> Iterator[Comparison]:
         batches = [pad(ctx.baseline.batch(at, micro), at, micro) for at in range(ctx.data_size)]
         rows.append([run_local(ctx.baseline.build_module(), batch, objective) for batch in batches])
         yield from ctx.compare_losses(micro, rows[-1])
-    # The cross-entropy is linear in the logits: its gradient has elements in {-1, 0, 1}, over a power of two.
+    # A loss is linear in the output: its gradient has elements in {-1, 0, 1}, over a power of two.
     exact = ctx.certify_exactness(MICRO_BATCHES, objective=sum_of_logits)
     yield from ctx.compare_reduced_grads("grads", rows, exact=exact, scale=len(MICRO_BATCHES))
 
 
 def sum_of_logits(output: Tensor, batch: Batch) -> Tensor:
-    """Return a loss whose sums are at least as large as those of the cross-entropy of any targets."""
+    """Return a loss whose sums are at least as large as those of the losses of any targets."""
     return output.sum() / len(batch.inputs)
 
 
@@ -96,7 +111,7 @@ LAWS = (
         observe_token_loss,
         judge_token_loss,
         Feature.CALLER_ACCUMULATION,
-        models=("tokens", "parallel_tokens", "sequence_tokens"),
+        models=("tokens", "parallel_tokens", "sequence_tokens", "routed"),
         kept_because="the only law of a loss whose logits are split, and of one that counts tokens, on a mesh",
     ),
 )

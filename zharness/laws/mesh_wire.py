@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from zharness.engines.protocol import Feature
+from zharness.engines.protocol import Feature, OptimizerSpec
 from zharness.law_kit.dtypes import DTYPES
 from zharness.law_kit.hints import add_hint
 from zharness.law_kit.judge_context import JudgeContext
@@ -22,21 +24,22 @@ from zharness.law_kit.observed_collectives import (
     measure_activations,
     measure_parameters,
 )
-from zharness.law_kit.optimizers import UNIT_LR_SGD
 from zharness.law_kit.rank_actions import eval_mode
 from zharness.law_kit.rank_context import RankContext, scalar
-from zharness.mesh import CONTEXT, DATA_SHARD, REPLICATE, TENSOR
+from zharness.mesh import CONTEXT, DATA_SHARD, EXPERT, REPLICATE, TENSOR
 from zharness.parity import Comparison, Part, Tier, compare_bitwise, compare_within_range
 
 SHARED_INPUT = ("query", "key", "value")  # an engine may send their input, and its gradient, once for all of them
 ACTIVATION_DIMS = 3  # of the models of this law; their parameters have one or two
+# Weights stand still, so that a token has the expert of the initial gate in every step.
+STANDING = OptimizerSpec("sgd", {"lr": 0.0})
 STEPS = range(2)
 EVALUATED = STEPS.stop  # the number of the micro-batch of an evaluation
 
 
 def observe_wire(ctx: RankContext) -> None:
     """Make two steps and an evaluation, and record how many elements this rank sent in each kind of message."""
-    engine = ctx.build_engine(optimizer=UNIT_LR_SGD)
+    engine = ctx.build_engine(optimizer=STANDING)
     for step in STEPS:
         with CollectiveObserver(ctx, ACTIVATION_DIMS) as observer:
             ctx.train(engine, step)
@@ -62,8 +65,9 @@ def judge_wire(ctx: JudgeContext) -> Iterator[Comparison]:
     padding, and once over the copies, as many as a shard has. Weights are gathered at most twice. Along tp only
     gradients of which each rank has a part are reduced, once: those of layers that run on a part of the sequence. The
     ranks of dp_shard and cp together are the shards, because each rank of cp has a part of every gradient. Activations
-    are sent along tp once in each direction for a layer of the plan, and along cp as ``range_of_exchanges`` says.
-    Nothing else is sent along two axes at once.
+    are sent along tp once in each direction for a layer of the plan, along cp as ``range_of_exchanges`` says, and along
+    ep as ``range_of_routed_tokens`` says. Neighbours on ep are neighbours on dp_shard, too, and the gradients of their
+    experts are reduced along dp_shard alone. Nothing else is sent along two axes at once.
     """
     for step in (*STEPS, EVALUATED):
         for rank, record in enumerate(ctx.rank_records("sent", step)):
@@ -92,13 +96,27 @@ def find_sent_dtype(ctx: JudgeContext) -> torch.dtype:
 
 def judge_elements(ctx: JudgeContext, rank: int, sent: dict[Sent, Tensor], step: int) -> Iterator[Comparison]:
     """Compare the elements along each axis with the formula; an evaluation sends no gradient, and no more."""
-    shape = ctx.mesh.shape(ctx.world_size)
+    ranges = list_ranges(ctx, rank, step)
+    sent_pairs = {(message.content, message.axes) for message in sent}
+    for content, axis in (*ranges, *sorted(sent_pairs - set(ranges))):
+        least, most = ranges.get((content, axis), (0, 0))
+        along = (float(n) for message, n in sent.items() if (message.content, message.axes) == (content, axis))
+        place = ctx.location(f"elements of {content} along {axis}", Part.REDUCTION, step, rank)
+        yield compare_within_range(place, scalar(least), scalar(sum(along)), scalar(most))
+
+
+def list_ranges(ctx: JudgeContext, rank: int, step: int) -> dict[tuple[str, str], tuple[float, float]]:
+    """Return the least and the largest number of elements that a rank may send, by content and axes."""
+    shape, experts = ctx.mesh.shape(ctx.world_size), ctx.mesh.size(EXPERT)
     shards, copies = shape[DATA_SHARD] * shape[CONTEXT], shape[REPLICATE]
-    over_shards = ",".join(axis for axis in (DATA_SHARD, CONTEXT) if shape[axis] > 1) or DATA_SHARD
+    sizes_of = {DATA_SHARD: shape[DATA_SHARD], CONTEXT: shape[CONTEXT], EXPERT: experts}
+    over_shards = ",".join(axis for axis, size in sizes_of.items() if size > 1) or DATA_SHARD
     params = {name: p.shape for name, p in ctx.baseline.build_module().named_parameters()}
-    sizes = measure_parameters(params, ctx.baseline.spec.tp_plan, shape[TENSOR], shards)
+    own = {name: shape for name, shape in params.items() if experts > 1 and ".experts." in name}
+    shared = {name: shape for name, shape in params.items() if name not in own}
+    sizes = measure_parameters(shared, ctx.baseline.spec.tp_plan, shape[TENSOR], shards)
     padded = sizes.local + sizes.padding
-    ranges = {
+    ranges: dict[tuple[str, str], tuple[float, float]] = {
         (GRADIENTS, TENSOR): (sizes.partial, sizes.partial),
         (GRADIENTS, over_shards): (sizes.local, padded) if shards > 1 else (0, 0),
         (GRADIENTS, REPLICATE): (sizes.local / shards, padded / shards) if copies > 1 else (0, 0),
@@ -107,14 +125,27 @@ def judge_elements(ctx: JudgeContext, rank: int, sent: dict[Sent, Tensor], step:
         (ACTIVATIONS, TENSOR): range_of_activations(ctx, params),
         (ACTIVATIONS, CONTEXT): range_of_exchanges(ctx),
     }
+    if experts > 1:
+        ranges |= list_ranges_of_experts(own, experts, shards // experts)
+        ranges[ACTIVATIONS, over_shards] = range_of_routed_tokens(ctx, rank, step)
     if step == EVALUATED:
         ranges = {pair: (0, 0 if pair[0] == GRADIENTS else most) for pair, (_, most) in ranges.items()}
-    sent_pairs = {(message.content, message.axes) for message in sent}
-    for content, axis in (*ranges, *sorted(sent_pairs - set(ranges))):
-        least, most = ranges.get((content, axis), (0, 0))
-        along = (float(n) for message, n in sent.items() if (message.content, message.axes) == (content, axis))
-        place = ctx.location(f"elements of {content} along {axis}", Part.REDUCTION, step, rank)
-        yield compare_within_range(place, scalar(least), scalar(sum(along)), scalar(most))
+    return ranges
+
+
+def list_ranges_of_experts(
+    params: Mapping[str, Sequence[int]], size: int, shards: int
+) -> dict[tuple[str, str], tuple[float, float]]:
+    """Return the ranges of gradients and weights of experts, of which a rank has one part of ``size``.
+
+    ``shards`` ranks have the same ones, and differ along dp_shard alone.
+    """
+    found = measure_parameters(params, {}, 1, shards)
+    least, most = found.local / size, (found.local + found.padding) / size
+    return {
+        (GRADIENTS, DATA_SHARD): (least, most) if shards > 1 else (0, 0),
+        (WEIGHTS, DATA_SHARD): (0, 2 * most / shards) if shards > 1 else (0, 0),
+    }
 
 
 def range_of_activations(ctx: JudgeContext, shapes: Mapping[str, Sequence[int]]) -> tuple[float, float]:
@@ -146,12 +177,36 @@ def range_of_exchanges(ctx: JudgeContext) -> tuple[float, float]:
     return 2 * elements / size, (2 * elements + output.numel()) / size
 
 
+def range_of_routed_tokens(ctx: JudgeContext, rank: int, step: int) -> tuple[float, float]:
+    """Return the least and the largest number of elements of tokens that a rank of ep may send.
+
+    Each token goes to its expert and comes back, and so do the gradients. At most, every expert is sent as many rows as
+    the fullest one gets from any rank of the group.
+    """
+    size, place = ctx.mesh.size(EXPERT), ctx.mesh.data_coordinate(rank, ctx.world_size)
+    tokens: Counter[str] = Counter()  # elements of this rank's tokens, by layer
+    rows: Counter[str] = Counter()  # elements of a row for every expert, times the rows of the fullest one
+
+    def count(name: str, _gate: nn.Module, inputs: tuple[Tensor, ...], logits: Tensor) -> None:
+        """Count the tokens of one layer on one rank."""
+        fullest = int(logits.flatten(0, -2).argmax(dim=-1).bincount().max())
+        tokens[name] = inputs[0].numel()
+        rows[name] = max(rows[name], fullest * logits.shape[-1] * inputs[0].shape[-1])
+
+    for neighbour in range(place - place % size, place - place % size + size):
+        model = ctx.baseline.build_module()
+        for name in ctx.baseline.spec.ep_plan:
+            model.get_submodule(f"{name}.gate").register_forward_hook(partial(count, name))
+        ctx.baseline.batch(neighbour, step).feed(model)
+    return 4 * tokens.total(), 4 * rows.total()
+
+
 LAWS = (
     Law(
         name="mesh.wire",
         statement="what ranks send along each axis has the dtype of the policy, and gradients are reduced once on each",
         tier=Tier.EXACT,
-        models=("heads", "sequence", "context"),
+        models=("heads", "sequence", "context", "routed"),
         observe=observe_wire,
         judge=judge_wire,
         features=(Feature.VISIBLE_COLLECTIVES,),

@@ -215,3 +215,20 @@ class DropsTokensOverTheCapacity(OverExperts):
 
     def spoil(self, layer: Any) -> None:
         layer.gate.drop_tokens, layer.gate.min_capacity = True, 1
+
+
+@mutant(FaultKind.SCALE, on_experts(Part.LOCAL_GRADIENT, "mesh.token_loss"), origin=Origin.MESH)
+class AveragesTheMeansOfExpertRanks(OverExperts):
+    """The loss is the mean over ranks of the mean over the tokens that count on each, in every micro-batch."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.right(*args, **kwargs)
+        if self.size > 1:
+            output.register_hook(self.weigh)
+        return output
+
+    def weigh(self, grad: Tensor) -> Tensor:
+        """Return the gradient of this rank's output, in which its tokens count as much as those of every other rank."""
+        own, total = (grad.any(dim=-1).sum().to(grad.dtype) for _ in range(2))
+        dist.all_reduce(total)
+        return grad * total / (own * dist.get_world_size())

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from zharness.engines import EngineConfig
 from zharness.mesh import TENSOR
 from zharness.mutants.mesh import REP2, TP2, OverMesh, on_mesh
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
 from zharness.parity import Part
+from zharness.workload.exact_tokens import PADDING
 
 
 def on_token_loss(model: str, mesh: str = TP2, part: Part = Part.REDUCTION) -> Target:
@@ -56,3 +60,43 @@ class KeepsTheLastMicroBatchAlone(OverMesh):
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         self.right.zero_grad()
         self.right.backward(loss, retain_graph=retain_graph)
+
+
+@mutant(
+    FaultKind.SCALE,
+    on_token_loss("tokens", REP2),
+    on_token_loss("tokens"),
+    origin=Origin.MESH,
+)
+class AveragesTheMeansOfRanks(OverMesh):
+    """The loss of a step is the mean over ranks of the mean over each rank's tokens, of all its micro-batches."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.losses: list[Tensor] = []
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        counts = [*map(count_tokens, (*self.losses, loss))]
+        if not all(counts):
+            self.right.backward(loss, retain_graph=retain_graph)
+            return
+        self.losses.append(loss)
+        if len(self.losses) == self.config.accumulation_steps:
+            own, total = (loss.new_tensor(float(sum(counts))) for _ in range(2))
+            dist.all_reduce(total)
+            for each in self.losses:
+                self.right.backward(each * total / (own * dist.get_world_size()))
+            self.losses = []
+
+
+def count_tokens(loss: Tensor) -> int:
+    """Return the number of tokens that count in a cross-entropy, or 0 for another loss."""
+    targets = (getattr(node, "_saved_target", None) for node in walk_graph(loss.grad_fn))
+    return sum(int((target != PADDING).sum()) for target in targets if target is not None and target.dim() == 1)
+
+
+def walk_graph(node: Any) -> Iterator[Any]:
+    """Return an iterator over the nodes from that of a loss along each one's first input."""
+    while node is not None:
+        yield node
+        node = node.next_functions[0][0] if node.next_functions else None

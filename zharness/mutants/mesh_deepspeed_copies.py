@@ -1,0 +1,126 @@
+"""Define mutants of DeepSpeed in which ranks that have the same weight no longer agree. They need DeepSpeed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zharness.engines import EngineConfig
+from zharness.mesh import CONTEXT, EXPERT, TENSOR
+from zharness.mutants.around import Around
+from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.parity import Part
+
+
+def on_copies(mesh: str, model: str, parameter: str, part: Part = Part.OPTIMIZER) -> Target:
+    """Return a target on two ranks of the law of replicas."""
+    return Target("mesh.replicas", part, model, parameter=parameter, mesh=mesh)
+
+
+def on_not_finite(mesh: str, model: str) -> Target:
+    """Return a target on two ranks of the law of a gradient that is infinite on one coordinate."""
+    return Target("mesh.not_finite", Part.OPTIMIZER, model, "inf", mesh=mesh)
+
+
+class OverLastRank(Around):
+    """The base class of mutants that are wrong on the last rank of ``axis``."""
+
+    over = "deepspeed"
+    stages = (0, 1, 2)
+    axis: ClassVar[str] = TENSOR
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        size = config.mesh.size(self.axis)
+        places = config.mesh.coordinates(dist.get_rank(), dist.get_world_size())
+        self.is_last = size > 1 and places[self.axis] == size - 1
+        self.split = config.mesh.size(self.axis) > 1
+
+    def copied(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Return an iterator over the parameters that every rank of the axis has whole, by name."""
+        for name, param in self.module.named_parameters():
+            module, _, kind = name.rpartition(".")
+            word = self.config.tp_plan.get(module, "") if self.axis == TENSOR else ""
+            if "experts" not in name and not word.startswith("colwise") and (kind == "bias" or not word):
+                yield name, param
+
+    def step_without_the_last(self) -> None:
+        """Make a step that leaves the weights of the last rank as they were."""
+        before = [(param, param.detach().clone()) for _, param in self.copied()]
+        self.right.step()
+        with torch.no_grad():
+            for param, weight in before if self.is_last else ():
+                param.copy_(weight)
+
+
+class KeepsItsWeights(OverLastRank):
+    """The base class of mutants whose last rank keeps the weights from before a step."""
+
+    def step(self) -> None:
+        self.step_without_the_last()
+
+
+@mutant(FaultKind.RANKS, on_copies("tp2", "exact", "last.bias"), origin=Origin.MESH)
+class TheLastTensorRankKeepsItsBiases(KeepsItsWeights):
+    """A step leaves the biases behind sums over tp on the last rank of tp as they were."""
+
+
+@mutant(FaultKind.RANKS, on_copies("ep2", "routed", "*"), origin=Origin.MESH)
+class TheLastExpertRankKeepsItsSharedWeights(KeepsItsWeights):
+    """A step leaves the weights that are not of experts on the last rank of ep as they were."""
+
+    axis = EXPERT
+
+
+@mutant(FaultKind.RANKS, on_copies("cp2", "context", "*"), origin=Origin.MESH)
+class TheLastSequenceRankKeepsItsWeights(KeepsItsWeights):
+    """A step leaves the weights on the last rank of a sequence as they were."""
+
+    axis = CONTEXT
+
+
+@mutant(FaultKind.RANKS, on_copies("tp2", "exact", "last.bias", Part.REDUCTION), origin=Origin.MESH)
+class TheLastTensorRankLosesGradientsOfBiases(OverLastRank):
+    """The gradients of the biases behind sums over tp are zero on the last rank of tp."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        for _, param in self.copied() if self.is_last else ():
+            param.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
+
+
+class SkipsAlone(OverLastRank):
+    """The base class of mutants whose last rank makes no step if a gradient of any rank is not finite."""
+
+    def copied(self) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from self.module.named_parameters()
+
+    def step(self) -> None:
+        grads: dict[str, Tensor] = self.right.full_grads() if self.split else {}
+        if all(bool(grad.isfinite().all()) for grad in grads.values()):
+            self.right.step()
+        else:
+            self.step_without_the_last()
+
+
+@mutant(FaultKind.RANKS, on_not_finite("tp2", "exact"), origin=Origin.MESH)
+class TheLastTensorRankSkipsAlone(SkipsAlone):
+    """The last rank of tp makes no step if a gradient is not finite, and the others make it."""
+
+
+@mutant(FaultKind.RANKS, on_not_finite("cp2", "context"), origin=Origin.MESH)
+class TheLastSequenceRankSkipsAlone(SkipsAlone):
+    """The last rank of a sequence makes no step if a gradient is not finite, and the others make it."""
+
+    axis = CONTEXT
+
+
+@mutant(FaultKind.RANKS, on_not_finite("ep2", "routed"), origin=Origin.MESH)
+class TheLastExpertRankSkipsAlone(SkipsAlone):
+    """The last rank of ep makes no step if a gradient is not finite, and the others make it."""
+
+    axis = EXPERT
