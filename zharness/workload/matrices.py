@@ -132,7 +132,7 @@ MODELS: tuple[tuple[Any, Mapping[str, Any]], ...] = (
         draw_factors,
         {
             "name": "dense_matrices",
-            "summary": "a tall and a wide matrix whose gradients have no zero and orthogonal vectors: Muon rounds no sum",
+            "summary": "a tall and a wide matrix whose gradients have no zero and orthogonal vectors: no sum rounds",
             "build": DenseMatrices,
             "loss": linear_loss,
         },
