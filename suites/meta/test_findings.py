@@ -39,7 +39,7 @@ COUNTS = {"model", "tensors", "refused"}
 # Add none; give the failure a hint in its judge, and delete its line here.
 WITHOUT_A_CAUSE = {
     "deepspeed": {
-        "training.muon",  # the step of a part of a matrix: its distance from the step of the whole depends on the numbers
+        "training.muon",  # the step of a part of a matrix, whose distance from that of the whole depends on the numbers
         "training.several_backwards",  # a part of a sum is divided or summed again, and the judge has only the sum
     },
     "deepspeed_options": {
