@@ -45,7 +45,7 @@ ItemLoss = Callable[[Any, Tensor, Tensor, int], Tensor]  # of output, target, it
 DOCUMENTATION = "https://huggingface.co/docs/accelerate/usage_guides/deepspeed"
 USE_DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
 CAPABILITIES = Capabilities(
-    stages=frozenset({1, 2}),
+    stages=frozenset({1, 2, 3}),
     refuses=dict.fromkeys(
         (Feature.CHECKPOINT, Feature.UNIVERSAL_CHECKPOINT, Feature.LOSS_SCALER),
         f"the adapter runs one training in fp32, and saves nothing yet ({DOCUMENTATION})",
@@ -88,6 +88,7 @@ class AccelerateDeepSpeedEngine(WholeTraining):
         self._params = dict(model.named_parameters())
         self._optimizer = optimizers.build(self._params, config.optimizer)
         self._grads: dict[str, Tensor] = {}
+        self._reader: DeepSpeedTensorReader | None = None
         self._open = ExitStack()
 
     def train(
@@ -106,6 +107,7 @@ class AccelerateDeepSpeedEngine(WholeTraining):
         self._open.callback(engine.destroy)
         require_deepspeed(accelerator, engine, self._config.stage)
         reader = DeepSpeedTensorReader(engine, self._params, self._config.stage, RoundRobinLinks(()), data_group=None)
+        self._reader = reader
         hook = self._optimizer.register_step_pre_hook(lambda *_: self._grads.update(reader.step_gradients()))
         self._open.callback(hook.remove)
         prepared = PreparedTraining(engine, optimizer, dealt, scheduler)
@@ -147,6 +149,8 @@ class AccelerateDeepSpeedEngine(WholeTraining):
         return dict(self._grads)
 
     def full_params(self) -> dict[str, Tensor]:
+        if self._reader is not None:
+            return self._reader.weights()
         return {name: snapshot(param) for name, param in self._params.items()}
 
     def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:

@@ -42,7 +42,9 @@ class DeepSpeedTensorReader:
         return grads
 
     def step_gradients(self) -> dict[str, Tensor]:
-        """Return the gradients, clipped, of the groups that the optimizer is about to step, at stages 1 and 2."""
+        """Return the gradients, clipped, of the groups that the optimizer is about to step, from stage 1 on."""
+        if self.stage == 3:
+            return dict(self._iter_stage3_step_gradients())
         flat_grads = [flat.grad for flat in self._flat_masters()]
         with self.links.applied():
             return {
@@ -50,6 +52,19 @@ class DeepSpeedTensorReader:
                 for name, param in self.params.items()
                 if (grad := flat_grads[self._position(param)[0]]) is not None
             }
+
+    def _iter_stage3_step_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the gradients of ``step_gradients`` by name at stage 3, from the parts of all ranks."""
+        zero: Any = self.engine.optimizer
+        for name, param in self.params.items():
+            sharded: Any = param
+            group, offset, elements = zero.grad_position[zero.get_param_id(param)]
+            flat = zero.fp32_partitioned_groups_flat[group].grad
+            if flat is not None:
+                part = flat.narrow(0, offset, elements).contiguous()
+                parts = [torch.empty_like(part) for _ in range(dist.get_world_size(self.data_group))]
+                dist.all_gather(parts, part, group=self.data_group)
+                yield name, snapshot(torch.cat(parts)[: sharded.ds_numel].reshape(sharded.ds_shape))
 
     def loss_scale(self) -> float | None:
         """Return the loss scale of torch's GradScaler under torch_autocast in fp16, else DeepSpeed's own.

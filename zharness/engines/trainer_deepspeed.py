@@ -25,7 +25,7 @@ from zharness.engines.launch_variables import launch_variables
 from zharness.engines.protocol import AccumulationOwner, EngineConfig, TrainedStep
 from zharness.engines.torch_engine import validate_config
 
-CAPABILITIES = replace(trainer_ddp.CAPABILITIES, stages=frozenset({1, 2}))
+CAPABILITIES = replace(trainer_ddp.CAPABILITIES, stages=frozenset({1, 2, 3}))
 
 
 def warm_up() -> None:
@@ -50,6 +50,7 @@ class TrainerDeepSpeedEngine(trainer_ddp.TrainerEngine):
         super().__init__(model, config)
         self.capabilities = CAPABILITIES
         self._open = ExitStack()
+        self._reader: DeepSpeedTensorReader | None = None
 
     def train(
         self, samples: Sequence[tuple[Tensor, Tensor]], loss: Callable[..., Tensor], counts_items: bool
@@ -82,8 +83,12 @@ class TrainerDeepSpeedEngine(trainer_ddp.TrainerEngine):
             trainer.train()
         self._open.callback(trainer.model_wrapped.destroy)
         require_deepspeed(trainer.accelerator, trainer.model_wrapped, self._config.stage)
+        self._reader = recorder.reader
         steps: Sequence[TrainedStep] = recorder.read_steps()
         return steps
+
+    def full_params(self) -> dict[str, Tensor]:
+        return super().full_params() if self._reader is None else self._reader.weights()
 
     def close(self) -> None:
         if vars(self):
