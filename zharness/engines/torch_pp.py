@@ -208,7 +208,11 @@ def refuse_tied_weights(model: nn.Module, names: Sequence[Sequence[str]]) -> Non
 
 
 def refuse_unequal_sizes(micro_batches: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Raise UsageError unless all micro-batches have as many samples; a schedule cuts their batch into equal parts."""
+    """Raise UsageError unless all micro-batches have as many samples, since a schedule receives all as the first one.
+
+    It cuts a batch by ``tensor_split``, also into unequal parts, and its last stage then trains on rows that nobody
+    sent (pytorch/pytorch#126600).
+    """
     sizes = [len(inputs) for inputs, _ in micro_batches]
     if len(set(sizes)) != 1:
         raise UsageError(f"got micro-batches of {sizes} samples; expected one or more, with as many samples each")
