@@ -43,7 +43,11 @@ CELLS = {
     "pipeline.training[torch_pp-zero0-w4.pp2-fp32-tied_chain-zero_bubble]": Verdict.FAIL,
     "pipeline.training[torch_pp{fully_shard}-zero0-w4.pp2-fp32-skips-zbv]": Verdict.PASS,
     "pipeline.training[torch_pp{resharded}-zero0-w4.pp2-fp32-skips-zbv]": Verdict.FAIL,
-    "pipeline.windows[torch_pp{fully_shard}-zero0-w4.pp2-fp32-chain-stepped]": Verdict.CRASH,  # Rprop of FSDP2
+    "pipeline.windows[torch_pp{fully_shard}-zero0-w4.pp2-fp32-chain-stepped]": Verdict.PASS,
+    "pipeline.training[torch_pp-zero0-w4.pp2.tp2-fp32-tied_chain-1f1b]": Verdict.PASS,
+    "pipeline.norm[torch_pp-zero0-w4.pp2.tp2-fp32-tied_chain-gpipe]": Verdict.PASS,
+    "pipeline.training[torch_pp-zero0-w4.pp4-fp32-skips-1f1b]": Verdict.PASS,
+    "pipeline.one_hot[torch_pp-zero0-w4.pp2-fp32-chain]": Verdict.PASS,
     "pipeline.frozen[torch_pp-zero0-w2.pp2-fp32-chain-last_later]": Verdict.PASS,
     "pipeline.frozen[torch_pp-zero0-w2.pp2-fp32-chain-first_zero_bubble]": Verdict.FAIL,
     "pipeline.frozen[torch_pp-zero0-w4.pp2-fp32-chain-first]": Verdict.PASS,  # the frozen stage has no DDP
@@ -77,9 +81,13 @@ def test_a_cell_passes_or_fails_as_the_findings_say(runner: Runner, case: str, v
     [
         ("mesh.training[torch_pp-zero0-w2.pp2-fp32-exact]", "torch_pp has train_batch"),
         ("pipeline.training[fsdp2-zero3-w4.tp2-fp32-chain-gpipe]", "fsdp2 has a forward and a backward"),
+        ("pipeline.training[torch_pp-zero0-w4.pp4-fp32-chain-zbv]", "chain has no plan of 8 modules"),
+        ("pipeline.any_order[torch_pp-zero0-w4.pp4-fp32-chain-1f1b]", "the schedule 1f1b needs 4 micro-batches on pp4"),
+        ("pipeline.training[torch_pp-zero0-w8.pp2.tp2-fp32-chain-gpipe]", "only with the option fully_shard"),
+        ("pipeline.training[torch_pp-zero0-w4.tp2-fp32-chain-gpipe]", "torch_pp has tp beside pp alone"),
     ],
 )
-def test_a_law_of_another_form_is_unsupported_before_ranks_start(case: str, words: str) -> None:
+def test_a_cell_that_a_pipeline_cannot_have_is_unsupported_before_ranks_start(case: str, words: str) -> None:
     assert words in find_refusal(case)
 
 

@@ -216,7 +216,10 @@ class Capabilities:
     - ``mesh_axes`` are the axes of a mesh, by the names of ``zharness.mesh.AXES``, that the engine can have beside the
       data parallelism that every engine has.
     - ``separate_axes`` maps each of them that the engine cannot have beside another named axis to the reason.
+    - ``only_beside`` maps each of them that the engine has only on meshes with a second axis to that axis.
     - ``refuses_on`` maps an axis of a mesh to the features that the engine refuses on meshes with it, with the reasons.
+    - ``data_options_on`` maps an axis of a mesh to the names of options of which one has to be set on a mesh with it if
+      ranks are left over for data parallelism.
     - ``options_not_on`` maps an axis of a mesh to the names of options that the engine cannot have on meshes with it.
     - ``sent_dtype_on_cp`` has the option by which gradients are sent in another dtype on a mesh with the axis cp, and
       its value; it is None if they are sent in the reduce dtype there.
@@ -227,6 +230,8 @@ class Capabilities:
       ``engine.backward`` or ``engine.scale``, so that laws with calls of their own are not stated for such a window.
     - ``form`` says who runs forwards and backwards. A law is stated for one form.
     - ``schedules`` are the schedules of a pipeline, by the names that laws use, that the engine has.
+    - ``stages_per_rank`` maps each of them with several stages on a rank of pp to their number.
+    - ``micro_batches_per_rank`` maps each of them that needs more than one micro-batch to the fewest for a rank of pp.
     - ``refuses_models`` maps each model of the workload that the engine cannot be built around to the reason.
     - ``joined_options`` is the number of options that a setting of a covering array joins, at least 2. With more, the
       array has fewer cells; but an option with a bug hides what the options beside it would show.
@@ -253,8 +258,10 @@ class Capabilities:
     unknown_options: Mapping[str, str] = field(default_factory=dict)
     mesh_axes: frozenset[str] = frozenset()
     separate_axes: Mapping[str, str] = field(default_factory=dict)
+    only_beside: Mapping[str, str] = field(default_factory=dict)
     refuses_on: Mapping[str, Mapping[Feature, str]] = field(default_factory=dict)
     options_not_on: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    data_options_on: Mapping[str, frozenset[str]] = field(default_factory=dict)
     sent_dtype_on_cp: SentDtype | None = None
     plan_words: frozenset[str] = frozenset()
     whole_mesh: str = ""
@@ -262,6 +269,8 @@ class Capabilities:
     form: CallForm = CallForm.FORWARD_AND_BACKWARD
     joined_options: int = 2
     schedules: frozenset[str] = frozenset()
+    stages_per_rank: Mapping[str, int] = field(default_factory=dict)
+    micro_batches_per_rank: Mapping[str, int] = field(default_factory=dict)
     refuses_models: Mapping[str, str] = field(default_factory=dict)
 
     def refusal(self, feature: Feature) -> str | None:
@@ -285,8 +294,12 @@ class Capabilities:
     def explain_axes(self, mesh: Mesh) -> str:
         """Return the reason why the engine cannot have the axes of ``mesh`` together, or '' if it can."""
         separate = next((axis for axis in mesh.axes if axis in self.separate_axes and len(mesh.axes) > 1), "")
-        others = " and ".join(axis for axis in mesh.axes if axis != separate)
-        return f"cannot have {separate} beside {others}: {self.separate_axes[separate]}" if separate else ""
+        if separate:
+            others = " and ".join(axis for axis in mesh.axes if axis != separate)
+            return f"cannot have {separate} beside {others}: {self.separate_axes[separate]}"
+        missing = ((axis, self.only_beside[axis]) for axis in mesh.axes if axis in self.only_beside)
+        alone, other = next(((axis, other) for axis, other in missing if other not in mesh.axes), ("", ""))
+        return f"has {alone} beside {other} alone; expected a mesh such as {alone}2,{other}2" if alone else ""
 
     @property
     def neutral_options(self) -> Mapping[str, Mapping[str, Any]]:

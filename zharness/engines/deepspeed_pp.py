@@ -39,6 +39,7 @@ from zharness.mesh import PIPELINE
 
 DOCUMENTATION = "https://www.deepspeed.ai/tutorials/pipeline/"
 SCHEDULE, ONE_FORWARD_ONE_BACKWARD, DUALPIPEV = "schedule", "1f1b", "dualpipev"
+STAGES_OF_DUALPIPEV = 2  # of each rank
 Loss = Callable[[Any, Any], Tensor]
 _FORMATS = f"a checkpoint of a pipeline has a file for each layer, and no others ({DOCUMENTATION})"
 CAPABILITIES = Capabilities(
@@ -52,6 +53,8 @@ CAPABILITIES = Capabilities(
     },
     refuses_models={"tied_chain": "a TiedLayerSpec ties whole layers, and this model ties one weight of two layers"},
     schedules=frozenset({ONE_FORWARD_ONE_BACKWARD, DUALPIPEV}),
+    stages_per_rank={DUALPIPEV: STAGES_OF_DUALPIPEV},
+    micro_batches_per_rank={DUALPIPEV: STAGES_OF_DUALPIPEV},  # one for each stage
     mesh_axes=frozenset({PIPELINE}),
     form=CallForm.WHOLE_BATCH,
 )
@@ -213,8 +216,7 @@ class DeepSpeedPipelineEngine(WithoutForward):
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         self.module, self.capabilities = model, capabilities_at(config.stage)
         self._is_dual = config.options.get(SCHEDULE) == DUALPIPEV
-        # DualPipeV has two stages on each rank, and needs a micro-batch for each of them.
-        self._fewest_micro_batches = 2 * config.mesh.size(PIPELINE) if self._is_dual else 1
+        self._fewest_micro_batches = STAGES_OF_DUALPIPEV * config.mesh.size(PIPELINE) if self._is_dual else 1
         named = dict(model.named_parameters())
         deepspeed = prepare_deepspeed(next(iter(named.values())).device.type)
         self._global_state = DeepSpeedGlobalState(autocast=False)

@@ -2,13 +2,14 @@
 
 Each rank has one stage, or several for a schedule that interleaves them, and its optimizer updates their parameters
 alone. The schedule runs the forwards and backwards of a step: ``train_batch``. Ranks that the axis pp leaves over are
-data parallel within each stage, by DDP or ``fully_shard``, which torch's stages know.
+data parallel within each stage, by DDP or ``fully_shard``, which torch's stages know. The axis tp splits the modules
+of a stage, as ``parallelize_module`` does: ranks at one coordinate of tp form a pipeline.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,14 +30,14 @@ from zharness.engines.protocol import (
     Observations,
     Piece,
 )
-from zharness.engines.tensor_parallel import build_device_mesh, gather_rank_numbers, list_runs
+from zharness.engines.tensor_parallel import apply_plan, build_device_mesh, gather_rank_numbers, list_runs
 from zharness.engines.torch_checkpoint import STAGES_FORMAT, EngineState
 from zharness.engines.torch_engine import copy_full, copy_full_states, snapshot, validate_config
 from zharness.engines.torch_gathers import gather_full_tensors
-from zharness.engines.torch_pp_stages import TiedWeights, build_named_tree, clip_over_stages
+from zharness.engines.torch_pp_stages import TiedWeights, build_named_tree, clip_over_stages, keep_ties
 from zharness.engines.without_forward import WithoutForward
 from zharness.errors import ConfigError, UsageError
-from zharness.mesh import DATA_SHARD, PIPELINE
+from zharness.mesh import DATA_SHARD, PIPELINE, TENSOR
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -52,10 +53,14 @@ Loss = Callable[[Any, Any], Tensor]
 
 @dataclass(frozen=True)
 class ScheduleKind:
-    """A schedule of torch: its class, and the stages of each rank, as a function of rank and number of ranks."""
+    """A schedule of torch: its class, and the stages of each rank, as a function of rank and number of ranks.
+
+    ``micro_batches`` is the number of micro-batches that it needs for each rank, or 0 if one for all is enough.
+    """
 
     name: str
     stages: Callable[[int, int], tuple[int, ...]]
+    micro_batches: int = 0
 
 
 def one_stage(rank: int, size: int) -> tuple[int, ...]:
@@ -75,10 +80,10 @@ def two_stages_in_a_v(rank: int, size: int) -> tuple[int, ...]:
 
 SCHEDULES: Mapping[str, ScheduleKind] = {
     "gpipe": ScheduleKind("ScheduleGPipe", one_stage),
-    "1f1b": ScheduleKind("Schedule1F1B", one_stage),
+    "1f1b": ScheduleKind("Schedule1F1B", one_stage, micro_batches=1),
     "interleaved": ScheduleKind("ScheduleInterleaved1F1B", two_stages_in_turn),
-    "zero_bubble": ScheduleKind("ScheduleInterleavedZeroBubble", two_stages_in_turn),
-    "zbv": ScheduleKind("ScheduleZBVZeroBubble", two_stages_in_a_v),
+    "zero_bubble": ScheduleKind("ScheduleInterleavedZeroBubble", two_stages_in_turn, micro_batches=2),
+    "zbv": ScheduleKind("ScheduleZBVZeroBubble", two_stages_in_a_v, micro_batches=2),
 }
 _LEFT_TO_THE_CALLER = f"the schedules leave it to the caller ({DOCUMENTATION})"
 CAPABILITIES = Capabilities(
@@ -88,13 +93,17 @@ CAPABILITIES = Capabilities(
         **dict.fromkeys((Feature.INITIAL_WEIGHTS, Feature.INITIAL_BUFFERS), "a stage has the values of its own ranks"),
         Feature.RANK_BUFFERS: "torch.distributed.checkpoint saves a tensor that is not a DTensor once for all ranks",
     },
-    mesh_axes=frozenset({PIPELINE}),
+    mesh_axes=frozenset({PIPELINE, TENSOR}),
+    only_beside={TENSOR: PIPELINE},
     variants={
         FULLY_SHARD: EngineOption({DATA_PARALLEL: FULLY_SHARD}, models=UNTIED),
         "resharded": EngineOption({DATA_PARALLEL: FULLY_SHARD, RESHARD: True}, models=UNTIED),
     },
     form=CallForm.WHOLE_BATCH,
     schedules=frozenset(SCHEDULES),
+    stages_per_rank={name: len(kind.stages(0, 1)) for name, kind in SCHEDULES.items()},
+    micro_batches_per_rank={name: kind.micro_batches for name, kind in SCHEDULES.items()},
+    data_options_on={TENSOR: frozenset({FULLY_SHARD, "resharded"})},  # DDP broadcasts, which DTensor has no rule for
     refuses_models={"tied_ends": "it would repeat the cells of tied_chain: a tied layer is a tied weight to a stage"},
 )
 
@@ -114,6 +123,11 @@ def factory(model: nn.Module, config: EngineConfig) -> PipelineEngine:
     validate_config(config, CAPABILITIES, OPTIONS)
     if PIPELINE not in config.mesh.axes:
         raise ConfigError("got a mesh without the axis pp; expected one such as pp2")
+    has_ddp = config.mesh.data_size(dist.get_world_size()) > 1 and config.options.get(DATA_PARALLEL, DDP) == DDP
+    if has_ddp and TENSOR in config.mesh.axes:
+        raise ConfigError(
+            f"DDP cannot have stages that tp splits, which are DTensors; set {DATA_PARALLEL} to {FULLY_SHARD}"
+        )
     return PipelineEngine(model, config)
 
 
@@ -138,6 +152,19 @@ def split_plan(plan: Sequence[str], stages: int) -> list[list[str]]:
         raise ConfigError(f"the pp_plan has {len(plan)} modules, which cannot be split into {stages} stages")
     edges = [len(plan) * stage // stages for stage in range(stages + 1)]
     return [list(plan[start:stop]) for start, stop in pairwise(edges)]
+
+
+def split_stages(model: nn.Module, config: EngineConfig, names: Sequence[str], tensor_ranks: DeviceMesh) -> None:
+    """Split what the config's ``tp_plan`` says of the modules ``names`` over ``tensor_ranks``. This is a collective.
+
+    Raises ConfigError for an unknown word in the plan, and for a model without a plan.
+    """
+    own = {
+        name: word for name, word in config.tp_plan.items() if any(f"{name}.".startswith(f"{each}.") for each in names)
+    }
+    if own or not config.tp_plan:
+        with keep_ties(model):
+            apply_plan(model, replace(config, tp_plan=own), tensor_ranks)
 
 
 def wrap_stage(part: StageModule, options: Mapping[str, Any], data_ranks: DeviceMesh) -> nn.Module:
@@ -181,7 +208,11 @@ def refuse_tied_weights(model: nn.Module, names: Sequence[Sequence[str]]) -> Non
 
 
 def refuse_unequal_sizes(micro_batches: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Raise UsageError unless all micro-batches have as many samples; a schedule cuts their batch into equal parts."""
+    """Raise UsageError unless all micro-batches have as many samples, since a schedule receives all as the first one.
+
+    It cuts a batch by ``tensor_split``, also into unequal parts, and its last stage then trains on rows that nobody
+    sent (pytorch/pytorch#126600).
+    """
     sizes = [len(inputs) for inputs, _ in micro_batches]
     if len(set(sizes)) != 1:
         raise UsageError(f"got micro-batches of {sizes} samples; expected one or more, with as many samples each")
@@ -231,6 +262,8 @@ class PipelineEngine(WithoutForward):
             refuse_tied_weights(model, names)
         self._total = total
         self._first, self._last = 0 in numbers, total - 1 in numbers
+        if TENSOR in config.mesh.axes:
+            split_stages(model, config, [name for number in numbers for name in names[number]], devices[TENSOR])
         parts = {number: StageModule([model.get_submodule(name) for name in names[number]]) for number in numbers}
         self._parts: Mapping[int, nn.Module] = {
             number: wrap_stage(part, config.options, devices[DATA_SHARD]) for number, part in parts.items()

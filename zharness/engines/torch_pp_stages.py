@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zharness.engines.torch_access import local_tensor
 from zharness.engines.torch_gathers import gather_full_tensor
+
+
+@contextmanager
+def keep_ties(model: nn.Module) -> Iterator[None]:
+    """Tie weights of ``model`` again that the block unties: ``parallelize_module`` makes a parameter for each use."""
+    uses: dict[nn.Parameter, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        uses.setdefault(param, []).append(name)
+    yield
+    for param, names in uses.items():
+        split = [name for name in names if model.get_parameter(name) is not param]
+        for name in names if split else ():
+            path, _, last = name.rpartition(".")
+            model.get_submodule(path).register_parameter(last, model.get_parameter(split[0]))
+
+
+def describe_part(param: Tensor) -> tuple[torch.Size, torch.dtype]:
+    """Return the shape and dtype of this rank's part of a parameter."""
+    return local_tensor(param.detach()).shape, param.dtype
 
 
 class TiedWeights:
@@ -20,7 +41,7 @@ class TiedWeights:
     def __init__(self, params: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> None:
         """Find them. This is a collective of ``group``, the ranks of one pipeline."""
         kinds: list[Mapping[str, tuple[torch.Size, torch.dtype]]] = [{}] * dist.get_world_size(group)
-        dist.all_gather_object(kinds, {name: (p.shape, p.dtype) for name, p in params.items()}, group=group)
+        dist.all_gather_object(kinds, {name: describe_part(p) for name, p in params.items()}, group=group)
         owners: dict[str, list[int]] = {}
         for rank, owned in enumerate(kinds):
             for name in owned:
@@ -42,9 +63,11 @@ class TiedWeights:
         used = self._find_used()
         for name in self._owners:
             param = self._params.get(name)
+            if param is not None and param.grad is None and name in used:
+                param.grad = torch.zeros_like(param)
             grad = self._zeros(name) if param is None or param.grad is None else param.grad
             if name in used:
-                dist.all_reduce(grad, group=self._group)
+                dist.all_reduce(local_tensor(grad), group=self._group)
             if param is not None:
                 kept = self._kept[name]
                 param.grad = kept if name not in used else grad if kept is None else kept + grad
@@ -57,7 +80,7 @@ class TiedWeights:
         return {name for names in found for name in names}
 
     def _zeros(self, name: str) -> Tensor:
-        """Return what a rank without a gradient of the weight adds to the sum."""
+        """Return what a rank without the weight adds to the sum."""
         shape, dtype = self._kinds[name]
         return torch.zeros(shape, dtype=dtype, device=next(iter(self._params.values())).device)
 

@@ -57,6 +57,7 @@ class Variant:
     the variant applies. ``training_run`` is the training of several steps whose curves a report shows, or None.
     ``is_step_count`` says that the name is the number of steps of the configured training; every other positive number
     is then the name of a variant too. ``schedules`` are the schedules of a pipeline that the engine has to have.
+    ``micro_batches`` is the number of micro-batches of the smallest batch that they run.
     ``optimizer`` is the optimizer whose arguments the installed torch has to know, or None. ``mesh_dtypes`` are dtypes
     in which a check of every law on a mesh runs this variant, beside the law's own.
     """
@@ -69,6 +70,7 @@ class Variant:
     training_run: TrainingRun | None = field(default=None, hash=False)
     is_step_count: bool = False
     schedules: tuple[str, ...] = ()
+    micro_batches: int = 1
     optimizer: OptimizerSpec | None = field(default=None, hash=False)
     mesh_dtypes: tuple[str, ...] = ()
 

@@ -134,7 +134,9 @@ _LAW = pipeline_law(
     observe_any_order,
     judge_any_order,
     tuple(
-        Variant(name, template.features, schedules=require_schedule(template.schedule))
+        Variant(
+            name, template.features, schedules=require_schedule(template.schedule), micro_batches=min(template.sizes)
+        )
         for name, template in TEMPLATES.items()
     ),
     models=(*MODELS, RANDOM_MODEL),

@@ -26,7 +26,7 @@ from zharness.laws.pipeline import (
     select_schedule,
     train_batch,
 )
-from zharness.mesh import PIPELINE
+from zharness.mesh import PIPELINE, TENSOR
 from zharness.parity import Comparison, Part, compare_bitwise
 
 FIRST, EVALUATED, LOADED = "first", "evaluated", "loaded"
@@ -144,14 +144,14 @@ def judge_buffers(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def judge_owners(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Check that in each pipeline one rank owns each block, by what the engine says of its layout."""
+    """Check that in each pipeline one rank of pp, and all ranks of tp there, own each block, by the engine's layout."""
     for at in range(ctx.data_size):
         ranks = [rank for rank in range(ctx.world_size) if ctx.data_coordinate(rank) == at]
         for block in ctx.baseline.spec.pp_plan:
             owners = [rank for rank in ranks if f"{block}.{SUM}" in ctx.rank_records("buffers", SAVED)[rank]]
             place = ctx.location(f"owners of {block}", Part.FORWARD, 0, (owners or ranks)[0])
             hint = f"by layout(), the ranks {owners} of one pipeline own this block"
-            yield add_hint(compare_bitwise(place, scalar(1), scalar(len(owners))), hint)
+            yield add_hint(compare_bitwise(place, scalar(ctx.mesh.size(TENSOR)), scalar(len(owners))), hint)
 
 
 def compare_buffers(ctx: JudgeContext, number: int, wanted: Sequence[Mapping[str, Tensor]]) -> Iterator[Comparison]:
@@ -194,7 +194,12 @@ LAWS = (
         observe_buffers,
         judge_buffers,
         tuple(
-            Variant(name, training.features, schedules=tuple(filter(None, (training.schedule,))))
+            Variant(
+                name,
+                training.features,
+                schedules=tuple(filter(None, (training.schedule,))),
+                micro_batches=training.shape.micro_batches,
+            )
             for name, training in TRAININGS.items()
         ),
         models=("chain",),

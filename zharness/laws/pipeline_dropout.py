@@ -169,7 +169,11 @@ LAWS = (
         "each stage draws a mask of its own for each micro-batch, once or again in backward, and gradients fit",
         observe_dropout,
         judge_dropout,
-        tuple(Variant(f"{name}{suffix}", schedules=(name,)) for suffix in ("", RECOMPUTED) for name in SCHEDULES),
+        tuple(
+            Variant(f"{name}{suffix}", schedules=(name,), micro_batches=MICRO_BATCHES)
+            for suffix in ("", RECOMPUTED)
+            for name in SCHEDULES
+        ),
         models=("dropped_chain",),
         kept_because="the only law of random numbers and of recomputation in a pipeline",
     ),

@@ -22,12 +22,13 @@ from zharness.laws.pipeline import (
     BatchShape,
     compare_micro_losses,
     compute_batch,
+    is_comparable,
     pipeline_law,
     require_schedule,
     run_batch,
     select_schedule,
 )
-from zharness.laws.pipeline_resume import select_optimizer
+from zharness.laws.pipeline_steps import fit_schedule, select_steps
 from zharness.parity import Comparison
 from zharness.parity.baseline import LocalResult
 
@@ -86,7 +87,8 @@ def observe_frozen(ctx: RankContext) -> None:
     freezing = FREEZINGS[ctx.variant]
     model = freeze_for_step(ctx.spec.model(ctx.seed), freezing, 0)
     options = select_schedule(freezing.schedule)
-    engine = ctx.build_engine_around(model, optimizer=select_optimizer(ctx.capabilities), options=options)
+    optimizer = fit_schedule(select_steps(ctx.config.mesh), ctx.capabilities)
+    engine = ctx.build_engine_around(model, optimizer=optimizer, options=options)
     ctx.record_training_state(engine, 0)
     for step in range(len(freezing.steps)):
         if ctx.variant in CHANGED:
@@ -113,16 +115,18 @@ def judge_frozen(ctx: JudgeContext) -> Iterator[Comparison]:
 
     The gradients of the first batch are compared bitwise where exactness is certified.
     """
-    freezing, optimizer = FREEZINGS[ctx.variant], select_optimizer(ctx.claims)
+    freezing, optimizer = FREEZINGS[ctx.variant], fit_schedule(select_steps(ctx.mesh), ctx.claims)
     names = ctx.baseline.parameter_names
     idle = dict.fromkeys(names, 0)
     for step in range(len(freezing.steps)):
         frozen = freezing.find_frozen(step, set(names))
-        micros = compute_batch(ctx, step, ctx.rank_records("params", step)[0], freezing.shape)
-        yield from compare_micro_losses(ctx, micros, step)
-        exact = ctx.certify_exactness(range(freezing.shape.micro_batches)) if step == 0 else False
-        trained = [[leave_out_grads(local, frozen) for local in row] for row in micros]
-        yield from ctx.compare_reduced_grads("grads", trained, step, exact, suspects=suspect_last_alone(trained))
+        weights = ctx.rank_records("params", step)[0]
+        micros = compute_batch(ctx, step, weights, freezing.shape)
+        if is_comparable(ctx, step, weights, freezing.shape):
+            yield from compare_micro_losses(ctx, micros, step)
+            exact = ctx.certify_exactness(range(freezing.shape.micro_batches)) if step == 0 else False
+            trained = [[leave_out_grads(local, frozen) for local in row] for row in micros]
+            yield from ctx.compare_reduced_grads("grads", trained, step, exact, suspects=suspect_last_alone(trained))
         grads = ctx.rank_records("grads", step)[0]
         yield from judge_step(ctx, optimizer, grads, RecordedStep(step, idle_steps=dict(idle)))
         yield from compare_ranks_after_step(ctx, RecordedStep(step + 1))
@@ -140,6 +144,7 @@ LAWS = (
                 name,
                 (Feature.UNFREEZING,) if name in CHANGED else (),
                 schedules=require_schedule(freezing.schedule),
+                micro_batches=freezing.shape.micro_batches,
             )
             for name, freezing in FREEZINGS.items()
         ),

@@ -140,7 +140,10 @@ LAWS = (
         "a pipeline that loads what another saved, also by other stages or before its first step, continues like it",
         observe_resume,
         judge_resume,
-        tuple(Variant(name, schedules=resume.schedules) for name, resume in RESUMES.items()),
+        tuple(
+            Variant(name, schedules=resume.schedules, micro_batches=resume.shape.micro_batches)
+            for name, resume in RESUMES.items()
+        ),
         Feature.CHECKPOINT,
         models=(*MODELS, RANDOM_MODEL),
         kept_because="the only law of a checkpoint of stages",

@@ -80,6 +80,7 @@ from zharness.mutants import (  # noqa: F401 - each module registers its mutants
     pipeline_settings,
     pipeline_state,
     pipeline_steps,
+    pipeline_tensor,
     pipeline_wire,
     prefetch,
     random_state,

@@ -14,7 +14,7 @@ from zharness.mesh import CONTEXT, TENSOR, Mesh
 from zharness.parity import Tier
 from zharness.parity.certificate import is_power_of_two
 from zharness.run.configuration import cell_setting, configuration_on
-from zharness.run.mesh_claims import needs_mesh, reason_mesh_not_stated, splits_exactly
+from zharness.run.mesh_claims import explain_missing_data_option, needs_mesh, reason_mesh_not_stated, splits_exactly
 from zharness.workload import model_spec
 from zharness.workload.user_model import is_user_model
 
@@ -103,6 +103,8 @@ def reason_setting_not_stated(law: Law, cell: Cell, capabilities: Capabilities) 
     setting, known = cell_setting(cell.engine_variant), capabilities.engine_options
     if not_supported := setting.reason_unsupported(law.name, law.setting_support):
         return not_supported
+    if missing := explain_missing_data_option(cell, setting.options, capabilities):
+        return missing
     for name in setting.options:
         if name not in known:
             return f"{cell.engine} has no variant {name} at stage {cell.stage}"

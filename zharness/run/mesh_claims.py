@@ -69,18 +69,19 @@ def needs_exact_sums(law: Law, original: str) -> bool:
     return stays_exact and not (compares or law.is_calibrated or law.judges_split_sums)
 
 
-def explain_missing_plan(model: str, mesh: Mesh) -> str:
+def explain_missing_plan(model: str, mesh: Mesh, stages_per_rank: int = 1) -> str:
     """Return the reason why ``model`` cannot be split over ``mesh``, or '' if it can.
 
-    Raises UsageError for an unknown model.
+    A pipeline has ``stages_per_rank`` stages on each rank of pp, each of one module or more. Raises UsageError for an
+    unknown model.
     """
     if is_user_model(model):  # its plan is read when it is built
         parts = {PIPELINE: "plan of modules that pp can split", EXPERT: "layer of experts that ep can split"}
         parts[CONTEXT] = "plan of its attention, whose sequence cp can split"
         return next((f"the model of {model} has no {part}" for axis, part in parts.items() if axis in mesh.axes), "")
-    spec, size = model_spec(model), mesh.size(TENSOR)
-    if PIPELINE in mesh.axes and len(spec.pp_plan) < 2 * mesh.size(PIPELINE):
-        return f"the model {model} has no plan of {2 * mesh.size(PIPELINE)} modules or more that pp can split"
+    spec, size, stages = model_spec(model), mesh.size(TENSOR), stages_per_rank * mesh.size(PIPELINE)
+    if PIPELINE in mesh.axes and len(spec.pp_plan) < stages:
+        return f"the model {model} has no plan of {stages} modules or more that pp can split"
     if bool(spec.ep_plan) != (EXPERT in mesh.axes):
         return f"the model {model} has {'a layer' if spec.ep_plan else 'no layer'} of experts that ep splits"
     uneven_layers = (count for count in spec.ep_plan.values() if count % mesh.size(EXPERT))
@@ -178,6 +179,34 @@ def explain_missing_schedule(law: Law, cell: Cell, capabilities: Capabilities) -
     return f"{cell.engine} does not claim the schedule {missing[0]}; schedules that it claims: {claimed}"
 
 
+def count_stages_per_rank(law: Law, cell: Cell, capabilities: Capabilities) -> int:
+    """Return the number of stages on each rank of pp under the schedules of the cell's variant of the law."""
+    schedules = law.get_variant(cell.variant).schedules
+    return max((capabilities.stages_per_rank.get(name, 1) for name in schedules), default=1)
+
+
+def explain_few_micro_batches(law: Law, cell: Cell, capabilities: Capabilities) -> str:
+    """Return the reason why the batches of the cell's variant are too small for its schedules, or '' if none is."""
+    variant = law.get_variant(cell.variant)
+    for name in variant.schedules:
+        needed = capabilities.micro_batches_per_rank.get(name, 0) * cell.mesh.size(PIPELINE)
+        if variant.micro_batches < needed:
+            found = f"{law.name}-{cell.variant} has batches of {variant.micro_batches}"
+            return f"the schedule {name} needs {needed} micro-batches on {cell.mesh.label}, and {found}"
+    return ""
+
+
+def explain_missing_data_option(cell: Cell, options: Sequence[str], capabilities: Capabilities) -> str:
+    """Return the reason why ranks cannot be left over for data parallelism under ``options``, or '' if they can."""
+    if cell.mesh.data_size(cell.world_size) == 1:
+        return ""
+    for axis, needed in capabilities.data_options_on.items():
+        if axis in cell.mesh.axes and needed.isdisjoint(options):
+            allowed = " or ".join(sorted(needed))
+            return f"{cell.engine} has data parallelism beside {axis} only with the option {allowed}"
+    return ""
+
+
 def explain_refused_model(cell: Cell, capabilities: Capabilities) -> str:
     """Return the reason why the engine cannot be built around the cell's model, or '' if it can."""
     reason = capabilities.refuses_models.get(cell.model, "")
@@ -203,9 +232,10 @@ def reason_mesh_not_stated(law: Law, cell: Cell, capabilities: Capabilities) -> 
         return explain_other_form(law, cell, capabilities) or explain_refused_model(cell, capabilities)
     return (
         explain_other_form(law, cell, capabilities)
-        or explain_missing_plan(cell.model, cell.mesh)
+        or explain_missing_plan(cell.model, cell.mesh, count_stages_per_rank(law, cell, capabilities))
         or explain_unclaimed_axis(cell, capabilities)
         or explain_unclaimed_plan(cell, capabilities)
         or explain_missing_schedule(law, cell, capabilities)
+        or explain_few_micro_batches(law, cell, capabilities)
         or explain_refused_model(cell, capabilities)
     )

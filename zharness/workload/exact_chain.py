@@ -6,7 +6,8 @@ integers are the same in half precision.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 
@@ -20,6 +21,14 @@ from zharness.workload.exact_mlp import WIDTH
 BLOCKS = 4
 ODD_WIDTHS = (WIDTH, 13, 9, 11, WIDTH)  # of the inputs and outputs of blocks: stages send other widths than they get
 PIPELINE_PLAN = tuple(f"blocks.{index}" for index in range(BLOCKS))
+# Inputs and outputs of each block are whole, since every block can be a stage. Blocks with one weight have one word.
+SPLIT_BLOCKS = dict(
+    zip(
+        (f"{block}.linear" for block in PIPELINE_PLAN),
+        ("colwise_gather_output", "rowwise_split_input", "rowwise_split_input", "colwise_gather_output"),
+        strict=True,
+    )
+)
 TIED_ENDS_PLAN = ("ends", *PIPELINE_PLAN[: BLOCKS - 2], "ends")
 
 
@@ -180,16 +189,36 @@ class TiedEndsModel(nn.Module):
         return output
 
 
-# The models that pp splits: name, what they are, how they are built, and the modules that they call one after another.
-PIPELINE_MODELS: tuple[tuple[str, str, Callable[[], nn.Module], tuple[str, ...]], ...] = (
-    ("chain", "four blocks, each of which takes the output of the one before", ChainModel, PIPELINE_PLAN),
-    ("skips", "four blocks, each of which takes two outputs of the last", partial(ChainModel, True), PIPELINE_PLAN),
-    (
+@dataclass(frozen=True)
+class PipelineModel:
+    """A model that pp splits: ``parts`` says what it is, ``plan`` names the modules that it calls one after another.
+
+    ``split`` says how tp splits them; a model without it has no cells on tp.
+    """
+
+    name: str
+    parts: str
+    build: Callable[[], nn.Module]
+    plan: tuple[str, ...] = PIPELINE_PLAN
+    split: Mapping[str, str] = field(default_factory=dict)
+
+
+PIPELINE_MODELS = (
+    PipelineModel(
+        "chain", "four blocks, each of which takes the output of the one before", ChainModel, split=SPLIT_BLOCKS
+    ),
+    PipelineModel(
+        "skips",
+        "four blocks, each of which takes two outputs of the last",
+        partial(ChainModel, True),
+        split=SPLIT_BLOCKS,
+    ),
+    PipelineModel(
         "tied_chain",
         "four blocks, of which the outer two have one weight and the inner two one bias",
         partial(ChainModel, tied=True),
-        PIPELINE_PLAN,
+        split=SPLIT_BLOCKS,
     ),
-    ("tied_ends", "two blocks between two calls of one layer", TiedEndsModel, TIED_ENDS_PLAN),
-    ("dropped_chain", "four blocks with dropout", DroppedChainModel, PIPELINE_PLAN),
+    PipelineModel("tied_ends", "two blocks between two calls of one layer", TiedEndsModel, TIED_ENDS_PLAN),
+    PipelineModel("dropped_chain", "four blocks with dropout", DroppedChainModel),
 )

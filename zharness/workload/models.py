@@ -325,15 +325,16 @@ MODELS: dict[str, ModelSpec] = {
         ),
         *(
             ModelSpec(
-                name=name,
-                summary=f"an exact model that pp splits into stages: {parts}",
-                build=build,
+                name=each.name,
+                summary=f"an exact model that pp splits into stages: {each.parts}",
+                build=each.build,
                 batch=_draw_ternary_batch,
                 loss=exact_mlp.linear_loss,
                 exact=True,
-                pp_plan=plan,
+                pp_plan=each.plan,
+                tp_plan=each.split,
             )
-            for name, parts, build, plan in exact_chain.PIPELINE_MODELS
+            for each in exact_chain.PIPELINE_MODELS
         ),
         ModelSpec(
             name="random_chain",

@@ -1,0 +1,66 @@
+"""Define the law pipeline.one_hot: a data coordinate whose loss alone is not 0 gives stages all their gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.law import Variant
+from zharness.law_kit.optimizers import ZERO_LR_SGD
+from zharness.law_kit.rank_context import RankContext
+from zharness.laws.pipeline import (
+    MICRO_BATCHES,
+    MODELS,
+    SINGLE,
+    compare_micro_losses,
+    compute_batch,
+    multiply_result,
+    pipeline_law,
+    run_batch,
+)
+from zharness.parity import Comparison
+
+
+def find_factor(coordinate: int, hot: int) -> float:
+    """Return the factor of the loss of a data coordinate in the batch of the coordinate ``hot``."""
+    return float(coordinate == hot)
+
+
+def observe_one_hot(ctx: RankContext) -> None:
+    """Run a batch for each data coordinate, in which the others multiply their loss by 0, and steps that move nothing.
+
+    A batch has one micro-batch, since torch's pipelines around DDP crash after those of several.
+    """
+    engine = ctx.build_engine(optimizer=ZERO_LR_SGD)
+    for hot in range(ctx.data_size):
+        run_batch(ctx, engine, hot, replace(SINGLE, factor=find_factor(ctx.data_coordinate, hot)))
+        engine.step()
+        engine.zero_grad()
+    engine.close()
+
+
+def judge_one_hot(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Compare losses, and the gradients with that of the one coordinate, divided by the number of coordinates."""
+    for hot in range(ctx.data_size):
+        first = hot * MICRO_BATCHES
+        micros = [
+            [multiply_result(local, find_factor(at, hot)) for at, local in enumerate(row)]
+            for row in compute_batch(ctx, hot, shape=SINGLE)
+        ]
+        yield from compare_micro_losses(ctx, micros, hot)
+        exact = ctx.certify_exactness(range(first, first + SINGLE.micro_batches))
+        yield from ctx.compare_reduced_grads("grads", micros, hot, exact)
+
+
+LAWS = (
+    pipeline_law(
+        "one_hot",
+        "if one data coordinate alone has a loss, gradients in all stages are that one's, divided by the coordinates",
+        observe_one_hot,
+        judge_one_hot,
+        (Variant(),),
+        models=MODELS,
+        kept_because="the only law of a pipeline in which data coordinates have losses of different weights",
+    ),
+)
