@@ -114,6 +114,7 @@ class EngineOption:
     - ``options`` is merged into ``EngineConfig.options``. Its key ``replicas``, if it has one, is the number of ranks
       that own each element of a sharded weight, according to ``layout()``.
     - ``refuses`` maps each feature that the engine refuses while the option is set to the reason.
+    - ``allows`` are features that the engine refuses without the option, and on a mesh where it refuses them there.
     - ``excludes`` maps the name of each option that cannot be set together with this one to the reason. Options that
       give different values to one key exclude each other anyway.
     - ``absent`` is the reason why this machine cannot run the option (no compiler, no libaio); it is empty if it can.
@@ -135,6 +136,7 @@ class EngineOption:
 
     options: Mapping[str, Any]
     refuses: Mapping[Feature, str] = field(default_factory=dict)
+    allows: frozenset[Feature] = frozenset()
     excludes: Mapping[str, str] = field(default_factory=dict)
     absent: str = ""
     changes_numbers: str = ""
@@ -347,6 +349,7 @@ class Capabilities:
         for option in chosen:
             sent = sent and sent.with_options(option.options)
             refuses.update(option.refuses)
+            refuses = {feature: reason for feature, reason in refuses.items() if feature not in option.allows}
             reduce_dtypes.update(option.reduce_dtypes)
         own_kernels = {} if any(option.has_torch_kernels for option in chosen) else self.own_kernels
         for reason in filter(None, (option.own_kernels for option in chosen)):

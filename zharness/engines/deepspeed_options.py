@@ -260,7 +260,7 @@ _OTHER_SCHEDULES = "the schedules of the other laws are not those of DeepSpeed's
 
 OTHER_OPTIONS: Mapping[str, StagedOption] = {
     "json_optimizer": staged(frozenset({0, 1, 2, 3}), {JSON_OPTIMIZER: True}),
-    "universal_checkpoint": staged(SHARDED, {UNIVERSAL_CHECKPOINT: True}),
+    "universal_checkpoint": staged(SHARDED, {UNIVERSAL_CHECKPOINT: True}, allows=frozenset({Feature.MESH_RESHARD})),
     "unwrapped": staged(STAGE_3, {UNWRAPPED: True}),
     "unscaled_backward": staged(frozenset({0, 1, 2, 3}), {UNSCALED_BACKWARD: True}),
     # Given a whole model, zero.Init partitions it and leaves its dtype.

@@ -14,6 +14,7 @@ from torch import nn
 from zharness.engines.protocol import Engine, Feature, GroupSpec, OptimizerSpec, require_full_state_dict
 from zharness.law_kit.dtypes import DTYPES
 from zharness.law_kit.hints import add_hint
+from zharness.law_kit.integer_steps import SIGN_STEPS
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Variant
 from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_step, judge_step
@@ -31,6 +32,7 @@ from zharness.parity.compare import check_names
 LAST_BIAS_STEPS = OptimizerSpec("sgd", {"lr": 0.0, "momentum": 0.5}, groups=(GroupSpec("[dl]*.bias", {"lr": 4.0}),))
 MESHES = tuple(map(Mesh.parse, ("", "tp2", "rep2", "rep2,tp2")))
 TO_OTHERS, FROM_OTHERS = "to_others", "from_others"
+ADAM = "_adam"  # the end of the names of variants that step with Adam, the state that universal checkpoints have
 SAVED = 1  # the number of steps before the save
 
 
@@ -84,12 +86,17 @@ def observe_from_others(ctx: RankContext) -> None:
 
 def observe_other_mesh(ctx: RankContext) -> None:
     """Save and load in the direction that the law variant names."""
-    (observe_to_others if ctx.variant == TO_OTHERS else observe_from_others)(ctx)
+    (observe_to_others if ctx.variant.startswith(TO_OTHERS) else observe_from_others)(ctx)
+
+
+def choose_optimizer(variant: str) -> OptimizerSpec:
+    """Return the optimizer of a law variant, whose steps keep the model exact."""
+    return SIGN_STEPS if variant.endswith(ADAM) else LAST_BIAS_STEPS
 
 
 def save_on_mesh(ctx: RankContext, mesh: Mesh, folder: Path, label: str) -> None:
     """Make a step on ``mesh``, and save the engine."""
-    engine = ctx.build_engine(mesh=mesh, optimizer=LAST_BIAS_STEPS)
+    engine = ctx.build_engine(mesh=mesh, optimizer=choose_optimizer(ctx.variant))
     train_shared_batch(ctx, engine, 0, label)
     engine.step()
     engine.zero_grad()
@@ -100,7 +107,8 @@ def save_on_mesh(ctx: RankContext, mesh: Mesh, folder: Path, label: str) -> None
 
 def load_on_mesh(ctx: RankContext, mesh: Mesh, folder: Path, label: str) -> None:
     """Load the checkpoint on ``mesh`` into an engine around other weights, and make a step."""
-    engine = ctx.build_engine_around(build_other_model(ctx), mesh=mesh, optimizer=LAST_BIAS_STEPS)
+    optimizer = choose_optimizer(ctx.variant)
+    engine = ctx.build_engine_around(build_other_model(ctx), mesh=mesh, optimizer=optimizer)
     engine.load(folder)
     ctx.record_training_state(engine, SAVED, f"-{label}")
     train_shared_batch(ctx, engine, SAVED, label)
@@ -116,7 +124,7 @@ def judge_other_mesh(ctx: JudgeContext) -> Iterator[Comparison]:
     ctx = replace(ctx, evidence=tuple(replace(evidence, layout={}) for evidence in ctx.evidence))
     for other in filter(lambda mesh: ctx.has_record(f"loss-loaded-{label_mesh(mesh)}"), MESHES):
         name = label_mesh(other)
-        saved_on, loaded_on = (label_mesh(ctx.mesh), name)[:: 1 if ctx.variant == TO_OTHERS else -1]
+        saved_on, loaded_on = (label_mesh(ctx.mesh), name)[:: 1 if ctx.variant.startswith(TO_OTHERS) else -1]
         for comparison in judge_loaded(ctx, f"saved-{saved_on}", f"loaded-{name}"):
             yield add_hint(comparison, f"saved on {saved_on}, loaded on {loaded_on}")
 
@@ -133,16 +141,17 @@ def judge_loaded(ctx: JudgeContext, saved: str, loaded: str) -> Iterator[Compari
     exact = certify_exactness(ctx.baseline, steps, ctx.dtype, repeats=repeats, params=weights)
     yield from ctx.compare_reduced_grads(f"grads-{loaded}", [local], SAVED, exact)
     before = RecordedStep(SAVED, f"params-{loaded}", f"state-{loaded}")
-    yield from judge_step(ctx, LAST_BIAS_STEPS, ctx.rank_records(f"grads-{loaded}", SAVED)[0], before)
+    yield from judge_step(ctx, choose_optimizer(ctx.variant), ctx.rank_records(f"grads-{loaded}", SAVED)[0], before)
     yield from compare_ranks_after_step(ctx, replace(before, step=SAVED + 1))
 
 
 def judge_complete_state(ctx: JudgeContext, saved: str) -> Iterator[Comparison]:
     """Check that every rank reports weights and a momentum of every parameter before the save."""
+    momentum = "exp_avg" if ctx.variant.endswith(ADAM) else "momentum_buffer"
     for rank in range(ctx.world_size):
         weights, state = (ctx.rank_records(f"{what}-{saved}", SAVED)[rank] for what in ("params", "state"))
         for name in ctx.baseline.parameter_names:
-            is_there = name in weights and f"{name}/momentum_buffer" in state
+            is_there = name in weights and f"{name}/{momentum}" in state
             yield compare_bitwise(ctx.location(name, Part.GATHER, SAVED, rank), scalar(1), scalar(is_there))
 
 
@@ -188,7 +197,7 @@ LAWS = (
         Feature.CHECKPOINT,
         Feature.MESH_RESHARD,
         Feature.PARAM_GROUPS,
-        variants=(Variant(TO_OTHERS), Variant(FROM_OTHERS)),
+        variants=tuple(Variant(f"{way}{end}") for end in ("", ADAM) for way in (TO_OTHERS, FROM_OTHERS)),
         kept_because="the only law that loads on another mesh",
     ),
     mesh_law(
