@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
+SIGNATURE = "the last stage has a gradient that is"
 OK = "repro: uneven micro-batches OK."
 ROWS, MICRO_BATCHES = 7, 4
 
@@ -65,13 +66,11 @@ def main() -> int:
         raised = True
     dist.barrier(apart)
     grad = layers[1].weight.grad
-    wrong = rank == 1 and not raised and not any(torch.allclose(grad, each, rtol=1e-4) for each in wanted)
+    # Rounding moves neither mean by a hundredth of the distance between them.
+    apart_by = (wanted[0] - wanted[1]).norm()
+    wrong = rank == 1 and not raised and min((grad - each).norm() for each in wanted) > apart_by / 100
     if wrong:
-        print(
-            "repro: REPRODUCED: the last stage has a gradient that is no mean of rows or micro-batches\n",
-            end="",
-            flush=True,
-        )
+        print(f"repro: REPRODUCED: {SIGNATURE} no mean of rows or micro-batches\n", end="", flush=True)
     elif rank == 1:
         print(OK, flush=True)
     dist.barrier(apart)
