@@ -88,6 +88,10 @@ WRONG: dict[str, tuple[str, ...]] = {
     "check --timeout 0": ("0.0 is not in the range",),
     # combinations
     "check torch_func --model transformer": ("nothing to run", "zharness list"),
+    "check mesh.training --engine deepspeed --mesh cp3 --world-size 3": (
+        "the mesh cp3 splits none of the models of these laws",
+        "the 4 tokens of a sequence of the model context cannot be split over cp3",
+    ),
     "check --engine fsdp2 --mesh tp2 --depth 2": ("got the mesh tp2 and depth 2; a covering array", "use depth 1"),
     "check --variant tiny_buckets --depth 2": ("depth 2", "leave out the variant"),
     "repro": ("no reproduction was named", "`zharness repro 7352`"),

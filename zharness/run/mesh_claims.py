@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cache
 
 from zharness.cell import Cell
@@ -109,6 +109,19 @@ def require_plan(model: str, mesh: Mesh) -> None:
     """Raise UsageError if ``model`` is unknown, or cannot be split over ``mesh``."""
     if reason := explain_missing_plan(model, mesh):
         raise UsageError(reason)
+
+
+def require_any_plan(models: Collection[str], mesh: Mesh) -> None:
+    """Raise UsageError if there are models and ``mesh`` splits none of them, as no cell could run then.
+
+    The reason is that of a model which another size of the same axes would split, if there is one.
+    """
+    reasons = {model: explain_missing_plan(model, mesh) for model in models}
+    if not reasons or not all(reasons.values()):
+        return
+    axes_alone = Mesh(tuple((axis, 1) for axis, _ in mesh.sizes))
+    nearest = next((model for model in reasons if not explain_missing_plan(model, axes_alone)), next(iter(reasons)))
+    raise UsageError(f"the mesh {mesh.label} splits none of the models of these laws; {reasons[nearest]}")
 
 
 def explain_unclaimed_plan(cell: Cell, capabilities: Capabilities) -> str:

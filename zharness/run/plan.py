@@ -25,7 +25,7 @@ from zharness.run.claimed_pairs import describe_uncoverable_pairs
 from zharness.run.configuration import cell_setting, is_config_file, load_configuration
 from zharness.run.covering import Axes, Covering, Depth, cover_pairs
 from zharness.run.law_variants import leave_out, list_covered_laws, select_models
-from zharness.run.mesh_claims import applies_to_model, needs_mesh, require_mesh, require_plan
+from zharness.run.mesh_claims import applies_to_model, needs_mesh, require_any_plan, require_mesh, require_plan
 from zharness.workload.user_model import is_user_model
 from zharness.world.limits import check_world_size
 
@@ -106,6 +106,8 @@ def plan_with_coverage(request: Request, claims: ClaimsLookup) -> Plan:
         for engine in request.engines:
             matrix = list(plan_engine_cells(engine, request, laws, claims))
             cells.extend(matrix)
+            if request.mesh.sizes:
+                require_any_plan(dict.fromkeys(planned.cell.model for planned in matrix), request.mesh)
             if request.depth > 1:
                 coverings[engine] = plan_covering_cells(engine, request, laws, claims, matrix, is_whole)
                 cells.extend(PlannedCell(cell) for cell in coverings[engine].cells)
