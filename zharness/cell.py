@@ -83,7 +83,7 @@ class Cell:
         match = _ID.fullmatch(text)
         if match is None:
             laws, _, axes = text.partition("[")
-            names_several = "-" in axes and not {"*", "?"}.isdisjoint(text)
+            names_several = not {"*", "?"}.isdisjoint(text)
             remedy = f"; to run several cells, give {laws!r} and options such as --engine, --stage and --mesh"
             raise UsageError(
                 f"not a cell id: {text!r}; expected group.law[engine-zeroS-wN-dtype-model], "

@@ -35,6 +35,7 @@ class MeshSupport(Enum):
     SMALLER_WORLDS = "no smaller world has this mesh, and the law loads what a smaller one saved"
     ANY = "the law is stated for data parallelism and for every mesh"
     ONLY = "the law is about a mesh of several axes"
+    SEVERAL_COORDINATES = "the law compares ranks of several data coordinates on a mesh, and here all have one"
 
 
 class ModelScope(Enum):

@@ -215,7 +215,8 @@ CLIPPED_TEMPLATES = {
 def without_other_sizes(templates: Mapping[str, ProgramTemplate]) -> dict[str, ProgramTemplate]:
     """Return ``templates`` without micro-batches of another number of tokens on each rank.
 
-    DeepSpeed's experts stall in them (DeepSpeed#6809).
+    DeepSpeed's experts stall in them (DeepSpeed#6809). On cp a mean over a number that is no power of two is rounded in
+    each part of a sequence.
     """
     return {
         name: replace(
@@ -228,7 +229,7 @@ def without_other_sizes(templates: Mapping[str, ProgramTemplate]) -> dict[str, P
 TEMPLATES_BY_MODEL: Mapping[str, Mapping[str, ProgramTemplate]] = {
     "changing": CHANGING_TEMPLATES,
     "mlp": MLP_TEMPLATES,
-    "mlp_context": MLP_TEMPLATES,
+    "mlp_context": without_other_sizes(MLP_TEMPLATES),
     "mlp_routed": without_other_sizes(MLP_TEMPLATES),
     "stepped_heads": MESH_TEMPLATES,
     "stepped_context": MESH_TEMPLATES,

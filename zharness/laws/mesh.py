@@ -31,6 +31,7 @@ from zharness.laws.training.grads import judge_one_hot_rank, observe_one_hot_ran
 from zharness.laws.training.reduction import judge_no_sync, observe_no_sync
 from zharness.parity import Comparison, Part, Tier, compare_bitwise
 from zharness.parity.baseline import LocalResult
+from zharness.parity.compare import check_names
 
 MODELS = ("exact", "heads", "sequence", "routed")
 SPLIT_IN_PAIRS = ("heads", "routed")  # by columns and then by rows, without a gather between; and by experts
@@ -163,7 +164,10 @@ def judge_replicas(ctx: JudgeContext) -> Iterator[Comparison]:
                 shards = [record[name] for record in ctx.rank_records(label)]
                 yield from compare_replicas(ctx, name, part, owned, shards)
                 yield from compare_shards(ctx, f"full {label}", name, owned, shards)
-    for name in ctx.rank_records("state")[0]:
+    states = ctx.rank_records("state")
+    for state in states[1:]:
+        check_names("full_optimizer_state", states[0], state)
+    for name in states[0]:
         yield from compare_whole_tensors(ctx, "state", name, Part.OPTIMIZER)
 
 

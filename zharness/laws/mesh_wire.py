@@ -127,7 +127,9 @@ def list_ranges(ctx: JudgeContext, rank: int, step: int) -> dict[tuple[str, str]
     }
     if experts > 1:
         ranges |= list_ranges_of_experts(own, experts, shards // experts)
-        ranges[ACTIVATIONS, over_shards] = range_of_routed_tokens(ctx, rank, step)
+        least, most = range_of_routed_tokens(ctx, rank, step)
+        # A forward alone sends what a backward sends back.
+        ranges[ACTIVATIONS, over_shards] = (least, most / 2 if step == EVALUATED else most)
     if step == EVALUATED:
         ranges = {pair: (0, 0 if pair[0] == GRADIENTS else most) for pair, (_, most) in ranges.items()}
     return ranges

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from zharness.engines.protocol import CallForm, Engine, Feature, OptimizerSpec, require_train_batch
-from zharness.errors import EngineContractError
+from zharness.errors import EngineContractError, RoundedScenarioError
 from zharness.law_kit.clipped_step import judge_clipped_step
 from zharness.law_kit.clipping import judge_clip_factor
 from zharness.law_kit.hints import add_hint
@@ -136,14 +136,11 @@ def compute_batch(
     return [[multiply_result(local, shape.factor) for local in row] for row in rows]
 
 
-def is_comparable(ctx: JudgeContext, number: int, weights: Mapping[str, Tensor], shape: BatchShape) -> bool:
-    """Return whether an engine's losses and gradients of batch ``number`` at ``weights`` have to be plain PyTorch's.
-
-    On tp, which adds up products in parts, they have to be only if float32 holds every sum.
-    """
+def require_exact_batch(ctx: JudgeContext, number: int, weights: Mapping[str, Tensor], shape: BatchShape) -> None:
+    """Raise RoundedScenarioError if tp, which adds up products in parts, could round a sum of the batch ``number``."""
     micro_batches = range(number * MICRO_BATCHES, number * MICRO_BATCHES + shape.micro_batches)
-    is_split = TENSOR in ctx.mesh.axes
-    return not is_split or bool(certify_exactness(ctx.baseline, micro_batches, ctx.dtype, params=weights))
+    if TENSOR in ctx.mesh.axes and not certify_exactness(ctx.baseline, micro_batches, ctx.dtype, params=weights):
+        raise RoundedScenarioError(f"a sum of batch {number} is rounded, so no engine can be judged by it on tp")
 
 
 def compare_micro_losses(ctx: JudgeContext, micros: list[list[LocalResult]], number: int = 0) -> Iterator[Comparison]:

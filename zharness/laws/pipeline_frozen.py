@@ -22,8 +22,8 @@ from zharness.laws.pipeline import (
     BatchShape,
     compare_micro_losses,
     compute_batch,
-    is_comparable,
     pipeline_law,
+    require_exact_batch,
     require_schedule,
     run_batch,
     select_schedule,
@@ -122,11 +122,11 @@ def judge_frozen(ctx: JudgeContext) -> Iterator[Comparison]:
         frozen = freezing.find_frozen(step, set(names))
         weights = ctx.rank_records("params", step)[0]
         micros = compute_batch(ctx, step, weights, freezing.shape)
-        if is_comparable(ctx, step, weights, freezing.shape):
-            yield from compare_micro_losses(ctx, micros, step)
-            exact = ctx.certify_exactness(range(freezing.shape.micro_batches)) if step == 0 else False
-            trained = [[leave_out_grads(local, frozen) for local in row] for row in micros]
-            yield from ctx.compare_reduced_grads("grads", trained, step, exact, suspects=suspect_last_alone(trained))
+        require_exact_batch(ctx, step, weights, freezing.shape)
+        yield from compare_micro_losses(ctx, micros, step)
+        exact = ctx.certify_exactness(range(freezing.shape.micro_batches)) if step == 0 else False
+        trained = [[leave_out_grads(local, frozen) for local in row] for row in micros]
+        yield from ctx.compare_reduced_grads("grads", trained, step, exact, suspects=suspect_last_alone(trained))
         grads = ctx.rank_records("grads", step)[0]
         yield from judge_step(ctx, optimizer, grads, RecordedStep(step, idle_steps=dict(idle)))
         yield from compare_ranks_after_step(ctx, RecordedStep(step + 1))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.law import Variant
+from zharness.law_kit.law import MeshSupport, Variant
 from zharness.law_kit.optimizers import ZERO_LR_SGD
 from zharness.law_kit.rank_context import RankContext
 from zharness.laws.pipeline import (
@@ -53,14 +53,14 @@ def judge_one_hot(ctx: JudgeContext) -> Iterator[Comparison]:
         yield from ctx.compare_reduced_grads("grads", micros, hot, exact)
 
 
-LAWS = (
-    pipeline_law(
-        "one_hot",
-        "if one data coordinate alone has a loss, gradients in all stages are that one's, divided by the coordinates",
-        observe_one_hot,
-        judge_one_hot,
-        (Variant(),),
-        models=MODELS,
-        kept_because="the only law of a pipeline in which data coordinates have losses of different weights",
-    ),
+_LAW = pipeline_law(
+    "one_hot",
+    "if one data coordinate alone has a loss, gradients in all stages are that one's, divided by the coordinates",
+    observe_one_hot,
+    judge_one_hot,
+    (Variant(),),
+    models=MODELS,
+    kept_because="the only law of a pipeline in which data coordinates have losses of different weights",
 )
+
+LAWS = (replace(_LAW, mesh_support=MeshSupport.SEVERAL_COORDINATES),)

@@ -28,8 +28,8 @@ from zharness.laws.pipeline import (
     BatchShape,
     compare_micro_losses,
     compute_batch,
-    is_comparable,
     pipeline_law,
+    require_exact_batch,
     run_batch,
 )
 from zharness.mesh import TENSOR, Mesh
@@ -39,9 +39,8 @@ from zharness.parity import Comparison, Part, compare_bitwise
 HALVING = replace(
     MOMENTUM_SGD, args={"lr": 0.125, "momentum": 0.5, "weight_decay": 0.25}, schedule=(1.0, 0.5, 0.25, 0.125)
 )
-SIGNS_HALVING = replace(
-    BIAS_SIGNS, schedule=(4.0, 2.0, 1.0, 0.5)
-)  # of integers in each step but the last, which no law makes
+# The rates of the steps that a law makes are integers, so that the weights stay integers.
+SIGNS_HALVING = replace(BIAS_SIGNS, schedule=(4.0, 2.0, 1.0, 0.5))
 CONSTANT_RATE = (1.0,)
 STEPS = len(HALVING.schedule) - 1
 BATCHES: Mapping[str, BatchShape] = {"": WINDOW, "single": SINGLE}
@@ -82,17 +81,17 @@ def observe_learning_rate(ctx: RankContext) -> None:
 def judge_learning_rate(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare the losses of each step at the engine's weights, the step, and then the rates of all ranks.
 
-    Gradients are compared with those of plain PyTorch on chains alone. The step is that of SGD's formula at its rate,
-    with the engine's own gradients.
+    Gradients are compared with those of plain PyTorch on chains alone. The step is that of the optimizer's formula at
+    its rate, with the engine's own gradients.
     """
     optimizer, shape = select_steps(ctx.mesh), BATCHES[ctx.variant]
     for step in range(STEPS):
         weights = ctx.rank_records("params", step)[0]
         micros = compute_batch(ctx, step, weights, shape)
-        if is_comparable(ctx, step, weights, shape):
-            yield from compare_micro_losses(ctx, micros, step)
-            if ctx.baseline.spec.name in CHAINS:
-                yield from ctx.compare_reduced_grads("grads", micros, step)
+        require_exact_batch(ctx, step, weights, shape)
+        yield from compare_micro_losses(ctx, micros, step)
+        if ctx.baseline.spec.name in CHAINS:
+            yield from ctx.compare_reduced_grads("grads", micros, step)
         yield from judge_step(ctx, optimizer, ctx.rank_records("grads", step)[0], RecordedStep(step))
         yield from compare_ranks_after_step(ctx, RecordedStep(step + 1))
         yield from compare_engine_facts(ctx, optimizer, step + 1, step + 1)

@@ -14,7 +14,7 @@ from zharness.mesh import CONTEXT, TENSOR, Mesh
 from zharness.parity import Tier
 from zharness.parity.certificate import is_power_of_two
 from zharness.run.configuration import cell_setting, configuration_on
-from zharness.run.mesh_claims import explain_missing_data_option, needs_mesh, reason_mesh_not_stated, splits_exactly
+from zharness.run.mesh_claims import explain_missing_data_option, is_split_exactly, needs_mesh, reason_mesh_not_stated
 from zharness.workload import model_spec
 from zharness.workload.user_model import is_user_model
 
@@ -143,23 +143,24 @@ def reason_not_comparable(law: Law, cell: Cell, capabilities: Capabilities) -> s
     if reduce_dtype not in (*law.dtypes, "fp32") and not compares_itself:
         stated = ", ".join(law.dtypes)
         return f"{law.name} applies only to the dtypes {stated}, and gradients are reduced in {reduce_dtype}"
-    split_exactly = splits_exactly(cell.model)
-    if CONTEXT in cell.mesh.axes and cell.dtype != "fp32" and not (compares_itself or split_exactly):
+    has_exact_splits = is_split_exactly(cell.model)
+    if CONTEXT in cell.mesh.axes and cell.dtype != "fp32" and not (compares_itself or has_exact_splits):
         return (
             f"each part of a sequence rounds its gradient to {cell.dtype} before the sum over {cell.mesh.label}, and "
             f"no bound of {law.name} allows for that"
         )
     kernels = capabilities.own_kernels.get(cell.stage)
     exact = law.weights_stay_integers and not is_user_model(cell.model) and model_spec(cell.model).exact
-    is_tolerant = law.is_calibrated or compares_itself or allows_for_split_sums(law, cell)
-    needs_exact_sums = (law.weights_stay_integers and law.tier is Tier.EXACT) or law.is_calibrated
+    is_calibrated = law.is_calibrated or allows_for_split_sums(law, cell)
+    is_tolerant = is_calibrated or compares_itself
+    needs_exact_sums = (law.weights_stay_integers and law.tier is Tier.EXACT) or is_calibrated
     # The law of Muon compares the momentum bitwise with the exact mean, too.
     is_exact_mean = (needs_exact_sums and not compares_itself) or Feature.MUON in law.features
     if is_exact_mean and cell.storage_dtype == "fp32" and reduce_dtype != "fp32":
         return (
             f"{law.name} is stated for gradients that are summed in fp32, and here they are rounded to {reduce_dtype}"
         )
-    if kernels is not None and not exact and not is_tolerant and not split_exactly:
+    if kernels is not None and not exact and not is_tolerant and not has_exact_splits:
         laws = list_calibrated_laws(cell.mesh)
         return f"only exact models and {laws} can judge kernels other than torch's ({kernels})"
     terms = cell.mesh.data_size(cell.world_size)

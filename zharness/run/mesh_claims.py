@@ -17,7 +17,7 @@ from zharness.workload.user_model import is_user_model
 
 def needs_mesh(law: Law) -> bool:
     """Return whether ``law`` has no cell on data parallelism alone."""
-    return law.mesh_support is MeshSupport.ONLY
+    return law.mesh_support in (MeshSupport.ONLY, MeshSupport.SEVERAL_COORDINATES)
 
 
 def applies_to_model(law: Law, model: str, mesh: Mesh) -> bool:
@@ -34,7 +34,7 @@ def applies_to_model(law: Law, model: str, mesh: Mesh) -> bool:
         variants = () if explain_missing_plan(model, mesh) else law.workload_variants
         return any(not find_other_model(law, variant, mesh) for variant in variants)
     return (
-        (TENSOR in mesh.axes and bool(spec.tp_plan) and needs_exact_sums(law, spec.stands_in_for))
+        (TENSOR in mesh.axes and bool(spec.tp_plan) and needs_exact_stand_in(law, spec.stands_in_for))
         or (CONTEXT in mesh.axes and bool(spec.cp_plan))
         or (EXPERT in mesh.axes and bool(spec.ep_plan) and not law.is_calibrated)
     )
@@ -57,7 +57,7 @@ def find_other_model(law: Law, variant: str, mesh: Mesh) -> str:
     return ""
 
 
-def needs_exact_sums(law: Law, original: str) -> bool:
+def needs_exact_stand_in(law: Law, original: str) -> bool:
     """Return whether ``law`` has no cell of the model ``original`` on tp, which adds up its sums in parts.
 
     If it has a plan, a law that is calibrated or compares the engine with itself judges the random model itself.
@@ -100,7 +100,7 @@ def explain_missing_plan(model: str, mesh: Mesh, stages_per_rank: int = 1) -> st
     return f"the model {model} has no plan that says how the axis tp splits its modules (ModelSpec.tp_plan)"
 
 
-def splits_exactly(model: str) -> bool:
+def is_split_exactly(model: str) -> bool:
     """Return whether the sums of ``model`` that ep and cp split round nothing, whatever the weights are."""
     return not is_user_model(model) and model_spec(model).splits_exactly
 
@@ -231,15 +231,16 @@ def reason_mesh_not_stated(law: Law, cell: Cell, capabilities: Capabilities) -> 
     if needs_mesh(law) and not cell.mesh.sizes:
         return f"{law.name} needs a mesh (--mesh): {law.mesh_support.value}"
     excludes = {
-        MeshSupport.OWN_MODELS: bool({CONTEXT, EXPERT} & set(cell.mesh.axes)) and not splits_exactly(cell.model),
+        MeshSupport.OWN_MODELS: bool({CONTEXT, EXPERT} & set(cell.mesh.axes)) and not is_split_exactly(cell.model),
         MeshSupport.WHOLE_INPUTS: CONTEXT in cell.mesh.axes,
         MeshSupport.FINITE_EXPERTS: EXPERT in cell.mesh.axes,
         MeshSupport.SMALLER_WORLDS: cell.mesh.smallest_world == cell.world_size,
+        MeshSupport.SEVERAL_COORDINATES: cell.mesh.data_size(cell.world_size) == 1,
     }
     if excludes.get(law.mesh_support):
         on_mesh = f" and the mesh {cell.mesh.label}" if cell.mesh.sizes else ""
         return f"{law.name} is not stated for the world size {cell.world_size}{on_mesh}: {law.mesh_support.value}"
-    if splits_exactly(cell.model) and (other := find_other_model(law, cell.variant, cell.mesh)):
+    if is_split_exactly(cell.model) and (other := find_other_model(law, cell.variant, cell.mesh)):
         return f"the model {cell.model} would show of {law.name} what {other} shows"
     if not cell.mesh.sizes:  # a model needs no plan
         return explain_other_form(law, cell, capabilities) or explain_refused_model(cell, capabilities)

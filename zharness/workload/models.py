@@ -189,6 +189,7 @@ MODELS: dict[str, ModelSpec] = {
             batch=partial(_draw_parts, nets.draw_tokens),
             loss=nets.next_token_loss,
             tp_plan=nets.TENSOR_PLAN,
+            tp_parts={"hidden features": 2 * nets.WIDTH},
         ),
         ModelSpec(
             name="conv",

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 FEATURES = 12
 OUTPUTS = 5
 DEPTH = 2  # transformer blocks
+WIDTH = 16  # of the residual stream
 VOCABULARY = 29
 SEQUENCE = 6
 CHANNELS = 3
@@ -74,7 +75,7 @@ class Transformer(nn.Module):
     The model maps token ids of shape (batch, 6) to logits of shape (batch, 6, 29).
     """
 
-    def __init__(self, width: int = 16, heads: int = 2, depth: int = DEPTH) -> None:
+    def __init__(self, width: int = WIDTH, heads: int = 2, depth: int = DEPTH) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, width)
         self.positions = nn.Embedding(SEQUENCE, width)

@@ -58,7 +58,8 @@ def capture_output_dtypes(module: nn.Module, spec: ModelSpec) -> Iterator[dict[s
 
         return save_output_dtype
 
-    replaced = (*spec.cp_plan, *spec.ep_plan)
+    # An engine replaces what is inside attention and layers of experts.
+    replaced = tuple(f"{name}." for name in (*spec.cp_plan, *spec.ep_plan))
     kept = {name: child for name, child in module.named_modules() if not name.startswith(replaced)}
     hooks = [child.register_forward_hook(make_hook(name)) for name, child in kept.items()]
     try:
