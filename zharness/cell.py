@@ -82,7 +82,7 @@ class Cell:
         """Return the cell whose id is ``text``. Raise UsageError if ``text`` is not a cell id."""
         match = _ID.fullmatch(text)
         if match is None:
-            laws, _, axes = text.partition("[")
+            laws = text.partition("[")[0]
             names_several = not {"*", "?"}.isdisjoint(text)
             remedy = f"; to run several cells, give {laws!r} and options such as --engine, --stage and --mesh"
             raise UsageError(

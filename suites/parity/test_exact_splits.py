@@ -13,7 +13,7 @@ EXPERTS = "moe."
 
 
 def compute_gradients(name: str, weights: torch.dtype, computed: torch.dtype) -> dict[str, Tensor]:
-    """Return the gradients, in float64, of a model whose weights are rounded to ``weights``, computed in ``computed``."""
+    """Return the float64 gradients of a model whose weights are rounded to ``weights``, computed in ``computed``."""
     spec = MODELS[name]
     model, batch = spec.model(SEED).to(weights).to(computed), spec.micro_batch(SEED, 0, 0).to(computed)
     spec.loss(model(batch.inputs), batch.target).backward()

@@ -42,7 +42,7 @@ from zharness.workload.programs import Act, Mark, Verb
 
 CLAIMS_ALL = Capabilities(stages=frozenset({0}))
 LAW_BY_MODEL = {
-    "mlp": LAWS["training.any_order"],
+    **dict.fromkeys(("mlp", "mlp_context", "mlp_routed"), LAWS["training.any_order"]),
     "changing": LAWS["parameters.any_order"],
     **dict.fromkeys(("stepped_heads", "stepped_context", "routed"), LAWS["mesh.any_order"]),
     "stepped_sequence": LAWS["mesh.any_order_clipped"],
