@@ -92,7 +92,7 @@ def test_a_bad_mesh_is_refused(text: str, words: str) -> None:
         ("fsdp2", "tp2", 3, "exact", "which the world size 3 is not"),
         ("fsdp2", "tp4", 4, "mixing", "the 6 mixed samples of the model mixing cannot be split over tp4"),
         ("fsdp2", "tp3", 3, "heads", "heads of the model heads cannot be split over tp3"),
-        ("torch_pp", "pp4", 4, "chain", "the model chain has no plan of 8 modules or more that pp can split"),
+        ("torch_pp", "pp8", 8, "chain", "the model chain has no plan of 8 modules or more that pp can split"),
         ("deepspeed", "ep3", 3, "routed", "the 4 experts of the model routed cannot be split over ep3"),
         ("deepspeed", "ep2", 3, "routed", "the axis ep of the mesh ep2 has to divide the 3 ranks of dp_shard"),
         ("deepspeed", "ep2", 2, "exact", "the model exact has no layer of experts that ep splits"),
