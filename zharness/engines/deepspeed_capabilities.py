@@ -10,7 +10,7 @@ from zharness.engines.deepspeed_releases import restrict_to_release
 from zharness.engines.deepspeed_tensor_parallel import LAYER_SPECS, REFUSES_ON_TP
 from zharness.engines.protocol import Capabilities, Feature
 from zharness.mesh import CONTEXT, EXPERT, TENSOR
-from zharness.workload.stand_ins import CONTEXT_CLASSES
+from zharness.workload import MODELS
 
 _DOCUMENTATION = "https://deepspeed.readthedocs.io/en/latest"
 _NO_TENSOR_BACKWARD = (
@@ -89,7 +89,11 @@ REFUSES_ON_CP: dict[Feature, str] = {
 # Most cells of these models would show the factor once more that `context`, `random_context` and `similar_context` do;
 # most laws of the last read and write named tensors, and compare no gradient.
 _REFUSED_ON_CP_AT_STAGE_3 = dict.fromkeys(
-    (f"{name}_context" for name in (*CONTEXT_CLASSES, "adapted", "mixed", "mlp", "odd_one") if name != "similar"),
+    (
+        name
+        for name, spec in MODELS.items()
+        if name == f"{spec.stands_in_for}_context" and spec.stands_in_for != "similar"
+    ),
     "stage 3 divides every gradient by the ranks of a sequence too, as the models context and similar_context show",
 )
 _REFUSED_ON_AXES_AT_STAGE_3 = {

@@ -13,7 +13,7 @@ from zharness.law_kit.judge_context import JudgeContext
 from zharness.mesh import TENSOR
 from zharness.parity import Comparison, Part, compare_ranks
 from zharness.parity.calibration import calibrate_mean_at, compare_calibrated
-from zharness.parity.certificate import Exactness, certify_exactness
+from zharness.parity.certificate import certify_exactness
 
 
 def splits_sums(ctx: JudgeContext) -> bool:
@@ -21,14 +21,17 @@ def splits_sums(ctx: JudgeContext) -> bool:
     return TENSOR in ctx.mesh.axes and not ctx.baseline.spec.exact
 
 
-def require_exact_sums(ctx: JudgeContext, step: int, params: Mapping[str, Tensor]) -> Exactness:
-    """Return whether no sum of micro-batch ``step`` is rounded at the weights ``params``.
+def require_exact_sums(ctx: JudgeContext, micro_batches: range, params: Mapping[str, Tensor]) -> bool:
+    """Return whether tp may add up the sums of an exact model in parts, as none is rounded at the weights ``params``.
 
-    Raises RoundedScenarioError if sums of an exact model, which tp may add up in parts, are rounded.
+    Without tp nothing is certified. Raises RoundedScenarioError if a sum of ``micro_batches`` is rounded in float32.
     """
-    exact = certify_exactness(ctx.baseline, range(step, step + 1), ctx.dtype, params=params)
-    if TENSOR in ctx.mesh.axes and ctx.baseline.spec.exact and ctx.dtype is torch.float32 and not exact:
-        raise RoundedScenarioError(f"a sum of micro-batch {step} is rounded, so no engine can be judged by it")
+    if TENSOR not in ctx.mesh.axes or splits_sums(ctx):
+        return False
+    exact = bool(certify_exactness(ctx.baseline, micro_batches, ctx.dtype, params=params))
+    if ctx.dtype is torch.float32 and not exact:
+        numbers = ", ".join(map(str, micro_batches))
+        raise RoundedScenarioError(f"a sum of the micro-batches {numbers} is rounded, so no engine can be judged by it")
     return exact
 
 

@@ -139,8 +139,7 @@ def observe_replicas(ctx: RankContext) -> None:
     engine.step()
     engine.zero_grad()
     record_replicas(ctx, engine, "weights", engine.full_params())
-    state = {f"{name}/{key}": value for name, of in engine.full_optimizer_state().items() for key, value in of.items()}
-    ctx.record("state", state)
+    ctx.record_optimizer_state("state", engine, 0)
     engine.close()
 
 

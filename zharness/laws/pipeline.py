@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from zharness.engines.protocol import CallForm, Engine, Feature, OptimizerSpec, require_train_batch
-from zharness.errors import EngineContractError, RoundedScenarioError
+from zharness.errors import EngineContractError
 from zharness.law_kit.clipped_step import judge_clipped_step
 from zharness.law_kit.clipping import judge_clip_factor
 from zharness.law_kit.hints import add_hint
@@ -26,9 +26,9 @@ from zharness.law_kit.law import Law, MeshSupport, Variant
 from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_step, judge_step
 from zharness.law_kit.rank_context import RankContext, scalar
 from zharness.law_kit.record_comparisons import compare_initial_weights
+from zharness.law_kit.split_sums import require_exact_sums
 from zharness.law_kit.tied_uses import compute_use_means
 from zharness.laws.training.common import JudgeFunction, ObserveFunction
-from zharness.mesh import TENSOR
 from zharness.parity import Comparison, Part, Tier, compare_bitwise
 from zharness.parity.baseline import LocalResult
 from zharness.parity.certificate import certify_exactness
@@ -138,9 +138,8 @@ def compute_batch(
 
 def require_exact_batch(ctx: JudgeContext, number: int, weights: Mapping[str, Tensor], shape: BatchShape) -> None:
     """Raise RoundedScenarioError if tp, which adds up products in parts, could round a sum of the batch ``number``."""
-    micro_batches = range(number * MICRO_BATCHES, number * MICRO_BATCHES + shape.micro_batches)
-    if TENSOR in ctx.mesh.axes and not certify_exactness(ctx.baseline, micro_batches, ctx.dtype, params=weights):
-        raise RoundedScenarioError(f"a sum of batch {number} is rounded, so no engine can be judged by it on tp")
+    first = number * MICRO_BATCHES
+    require_exact_sums(ctx, range(first, first + shape.micro_batches), weights)
 
 
 def compare_micro_losses(ctx: JudgeContext, micros: list[list[LocalResult]], number: int = 0) -> Iterator[Comparison]:

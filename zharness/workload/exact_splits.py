@@ -31,7 +31,7 @@ from zharness.workload.mixed_precision import (
     pass_through,
 )
 from zharness.workload.nets import FEATURES, MLP, OUTPUTS, StatefulModel
-from zharness.workload.stand_ins import TOKENS, ContextMixin, draw_sequences
+from zharness.workload.stand_ins import TOKENS, ContextMixin, combine, draw_sequences
 
 PICKED = 8  # columns of the layers of ``PickingContext``
 
@@ -149,12 +149,6 @@ def draw_sequences_that_see_one(
     seen = (torch.rand(samples, TOKENS, generator=generator) * (places + 1)).long()
     codes = [nn.functional.one_hot(each, TOKENS).float() for each in (seen, places)]
     return torch.cat([inputs, *codes], dim=-1), random_ternary((samples, TOKENS, outputs), generator)
-
-
-def combine(mixin: type[nn.Module], model: type[nn.Module]) -> type[nn.Module]:
-    """Return the class of ``model`` with what ``mixin`` adds to its forward."""
-    name = f"{mixin.__name__.removesuffix('Mixin')}{model.__name__}"
-    return cast(type[nn.Module], type(name, (mixin, model), {"__doc__": f"{model.__doc__}", "__module__": __name__}))
 
 
 class PickingAdapted(AdaptedModel):

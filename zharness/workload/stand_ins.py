@@ -10,7 +10,7 @@ the token's first feature, its softmax is 1, and the gate is frozen: so several 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,12 @@ def attend(attention: nn.Module, scored: Tensor, value: Tensor) -> Tensor:
     return value + added.sum(dim=2)
 
 
+def combine(mixin: type[nn.Module], model: type[nn.Module]) -> type[nn.Module]:
+    """Return the class of ``model`` with what ``mixin`` adds to its forward."""
+    name = f"{mixin.__name__.removesuffix('Mixin')}{model.__name__}"
+    return cast(type[nn.Module], type(name, (mixin, model), {"__doc__": f"{model.__doc__}", "__module__": __name__}))
+
+
 class ContextMixin(nn.Module):
     """Applies attention to the output of the model that is the next base class."""
 
@@ -56,26 +62,6 @@ class ContextMixin(nn.Module):
 
     def forward(self, x: Tensor, *args: Any, **options: Any) -> Any:
         return attend(self.attention, x, super().forward(x, *args, **options))
-
-
-class ContextExperts(ContextMixin, ExpertsModel):
-    """The model ``ExpertsModel`` of (batch, 4, 16), with attention."""
-
-
-class ContextGated(ContextMixin, GatedModel):
-    """The model ``GatedModel`` of (batch, 4, 16), with attention."""
-
-
-class ContextBranching(ContextMixin, BranchingModel):
-    """The model ``BranchingModel`` of (batch, 4, 16), with attention."""
-
-
-class ContextOdd(ContextMixin, OddParametersModel):
-    """The model ``OddParametersModel`` of (batch, 4, 16), with attention."""
-
-
-class ContextSimilar(ContextMixin, SimilarLayersModel):
-    """The model ``SimilarLayersModel`` of (batch, 4, 16), with attention."""
 
 
 class ContextBlocks(BlocksModel):
@@ -114,26 +100,6 @@ class RoutedMixin(nn.Module):
         return super().forward(x, *args, **options) + self.moe(x)
 
 
-class RoutedExpertsModel(RoutedMixin, ExpertsModel):
-    """The model ``ExpertsModel`` with a layer of experts beside its own layers."""
-
-
-class RoutedGated(RoutedMixin, GatedModel):
-    """The model ``GatedModel`` with a layer of experts beside its own layers."""
-
-
-class RoutedBranching(RoutedMixin, BranchingModel):
-    """The model ``BranchingModel`` with a layer of experts beside its own layers."""
-
-
-class RoutedOdd(RoutedMixin, OddParametersModel):
-    """The model ``OddParametersModel`` with a layer of experts beside its own layers."""
-
-
-class RoutedSimilar(RoutedMixin, SimilarLayersModel):
-    """The model ``SimilarLayersModel`` with a layer of experts beside its own layers."""
-
-
 class RoutedBlocks(BlocksModel):
     """The model ``BlocksModel`` with a layer of experts beside its own layers, whose output is added to the first."""
 
@@ -161,22 +127,16 @@ def draw_sequences(samples: int, generator: torch.Generator) -> tuple[Tensor, Te
     return random_ternary(shape, generator) * kept, random_ternary(shape, generator)
 
 
-CONTEXT_CLASSES: Mapping[str, type[nn.Module]] = {
-    "blocks": ContextBlocks,
-    "changing": ContextBranching,
-    "experts": ContextExperts,
-    "gated": ContextGated,
-    "odd": ContextOdd,
-    "similar": ContextSimilar,
+# The models to whose output a mixin adds; in the model of blocks it is a part of what may be recomputed.
+COMBINED: Mapping[str, type[nn.Module]] = {
+    "changing": BranchingModel,
+    "experts": ExpertsModel,
+    "gated": GatedModel,
+    "odd": OddParametersModel,
+    "similar": SimilarLayersModel,
 }
-ROUTED_CLASSES: Mapping[str, type[nn.Module]] = {
-    "blocks": RoutedBlocks,
-    "changing": RoutedBranching,
-    "experts": RoutedExpertsModel,
-    "gated": RoutedGated,
-    "odd": RoutedOdd,
-    "similar": RoutedSimilar,
-}
+CONTEXT_CLASSES = {"blocks": ContextBlocks, **{name: combine(ContextMixin, each) for name, each in COMBINED.items()}}
+ROUTED_CLASSES = {"blocks": RoutedBlocks, **{name: combine(RoutedMixin, each) for name, each in COMBINED.items()}}
 
 # The draw function and the fields of ModelSpec of each model.
 MODELS: tuple[tuple[Any, Mapping[str, Any]], ...] = (

@@ -63,7 +63,7 @@ def judge_consolidate(ctx: JudgeContext) -> Iterator[Comparison]:
             yield compare_bitwise(
                 ctx.location(name, Part.GATHER, rank=rank), first, ctx.rank_records("tied")[rank][name]
             )
-    require_exact_sums(ctx, 1, ctx.rank_records("params")[0])
+    require_exact_sums(ctx, range(1, 2), ctx.rank_records("params")[0])
     losses = ctx.baseline.run_ranks(partial(compute_loaded_loss, ctx))
     for rank, record in enumerate(ctx.rank_records("loss", 1)):
         place = ctx.location("loss", Part.FORWARD, 1, rank)
