@@ -11,12 +11,13 @@ import pytest
 from zharness import engines
 from zharness.cell import Cell
 from zharness.engines import Capabilities, EngineOption, Feature, Reduction
-from zharness.engines.deepspeed_capabilities import capabilities_at, capabilities_of_release
+from zharness.engines.deepspeed_capabilities import STAND_INS_ON_CP, capabilities_at, capabilities_of_release
 from zharness.engines.deepspeed_releases import ADDITIONS, restrict_to_release
 from zharness.law_kit.scenarios import choose_exact_reduction
 from zharness.run import PlannedCell, Record, Request, Verdict, plan
 from zharness.run.expected_failures import ExpectedFailure
 from zharness.run.verdicts import apply_lacking_remedy, verdict_of_exception
+from zharness.workload import MODELS
 
 COALESCE = {"coalesce_grad_reduction": True}
 
@@ -128,3 +129,8 @@ def test_a_remedy_that_a_release_lacks_is_said_to_be_lacking() -> None:
     assert "micro-batch 2 alone; the remedy" in noted.cause
     assert "DeepSpeed 0.18.8 has no coalesce_grad_reduction(); 0.19.1 added it" in noted.cause
     assert not claims("deepspeed==0.19.1", 1).unknown_option(COALESCE)
+
+
+def test_stage_3_refuses_every_stand_in_of_cp_but_similar() -> None:
+    names = (name for name, spec in MODELS.items() if name == f"{spec.stands_in_for}_context")
+    assert {*STAND_INS_ON_CP} == {*names} - {"similar_context"}

@@ -41,6 +41,7 @@ MISNAMED = {
     "reduced_once_a_backward",
     "counts_the_last_micro_batch_twice",
     "slips_by_one_element",
+    "averages_the_means_of_ranks",
 }
 
 

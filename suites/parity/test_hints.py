@@ -375,6 +375,7 @@ def test_the_hint_names_a_step_of_muon_without_earlier_momentum(
     ctx: Any = SimpleNamespace(
         evidence=[RankEvidence((), {"weight": pieces})],
         compute_local_grads=lambda at: [LocalResult(grad, {"weight": grad})] * 2,
+        data_coordinate=lambda rank: rank,
     )
     wrong = compare_bitwise(TensorLocation("weight", Part.OPTIMIZER, step, pieces=pieces), after.weight, moved)
     mismatch = hint_wrong_weight(ctx, wrong, taken).mismatch

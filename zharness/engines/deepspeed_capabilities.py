@@ -10,7 +10,6 @@ from zharness.engines.deepspeed_releases import restrict_to_release
 from zharness.engines.deepspeed_tensor_parallel import LAYER_SPECS, REFUSES_ON_TP
 from zharness.engines.protocol import Capabilities, Feature
 from zharness.mesh import CONTEXT, EXPERT, TENSOR
-from zharness.workload import MODELS
 
 _DOCUMENTATION = "https://deepspeed.readthedocs.io/en/latest"
 _NO_TENSOR_BACKWARD = (
@@ -88,12 +87,12 @@ REFUSES_ON_CP: dict[Feature, str] = {
 }
 # Most cells of these models would show the factor once more that `context`, `random_context` and `similar_context` do;
 # most laws of the last read and write named tensors, and compare no gradient.
+STAND_INS_ON_CP = tuple(
+    f"{name}_context"
+    for name in ("adapted", "blocks", "changing", "experts", "gated", "mixed", "mlp", "odd", "odd_one")
+)
 _REFUSED_ON_CP_AT_STAGE_3 = dict.fromkeys(
-    (
-        name
-        for name, spec in MODELS.items()
-        if name == f"{spec.stands_in_for}_context" and spec.stands_in_for != "similar"
-    ),
+    STAND_INS_ON_CP,
     "stage 3 divides every gradient by the ranks of a sequence too, as the models context and similar_context show",
 )
 _REFUSED_ON_AXES_AT_STAGE_3 = {

@@ -27,7 +27,9 @@ from zharness.workload.exact_mlp import random_ternary
 from zharness.workload.exact_tokens import VOCABULARY, TokenModel, mean_cross_entropy
 
 TOKENS = 4
-WIDTH, OUTPUTS = 12, 5  # of the model with random weights
+# Sizes of the model with random weights.
+WIDTH = 12
+OUTPUTS = 5
 SPLIT: Mapping[str, Any] = {
     "cp_plan": ("attention",),
     "cp_parts": {"tokens of a sequence": TOKENS, "heads": HEADS},
