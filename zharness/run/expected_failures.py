@@ -203,9 +203,15 @@ def load_shipped_failures(engine: str) -> tuple[ExpectedFailure, ...]:
     Those of the engine's options come first (``ENGINE_options.toml``), then those of the engine's own file, and then
     those of the engine that it is built around.
     """
+    return (*load_own_failures(split_release(engine)[0]), *list_failures_around(engine))
+
+
+@cache
+def list_failures_around(engine: str) -> tuple[ExpectedFailure, ...]:
+    """Return the expected failures of the engine that ``engine`` is built around, as those of ``engine``."""
     name = split_release(engine)[0]
     around = BUILT_IN[name].around if name in BUILT_IN else ""
-    return (*load_own_failures(name), *(load_failures_around(around, name) if around else ()))
+    return tuple(load_failures_around(around, name)) if around else ()
 
 
 def load_failures_around(around: str, engine: str) -> Iterator[ExpectedFailure]:
