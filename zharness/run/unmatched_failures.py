@@ -14,7 +14,13 @@ from zharness.mesh import DEFAULT_MESH, Mesh
 from zharness.names import STAGES
 from zharness.run.cell_planner import PlannedCell
 from zharness.run.claims import get_engine_version
-from zharness.run.expected_failures import ExpectedFailure, expected_failures_for, list_failures_around
+from zharness.run.expected_failures import (
+    ONE,
+    SEVERAL,
+    ExpectedFailure,
+    expected_failures_for,
+    list_failures_around,
+)
 from zharness.run.law_variants import select_models
 from zharness.run.matching_failures import list_matchable_entries
 from zharness.run.mesh_claims import explain_unclaimed_mesh
@@ -124,8 +130,9 @@ def iter_covered_cells(
 ) -> Iterator[PlannedCell]:
     """Yield all cells that an expected failure covers, whether or not a run has them.
 
-    An entry without world sizes counts as an entry for 2 ranks. A mesh has cells of the world sizes that it fits, if
-    the engine claims its axes; an older release may not.
+    An entry without world sizes counts as an entry for 2 ranks, or for as many as its mesh and ``data_coordinates``
+    need: one or two of them. An axis of any size counts as one of 2. A mesh has cells of the world sizes that it fits,
+    if the engine claims its axes; an older release may not.
     """
     capabilities = first_buildable_claims(engine, STAGES, claims)
     engine_stages = capabilities.stages
@@ -136,11 +143,13 @@ def iter_covered_cells(
     if user_models and not any(list(select_models(law, user_models)) for law in find_laws(expected_failure.laws)):
         return
     settings = product(expected_failure.engine_variants or ("",), expected_failure.meshes or (DEFAULT_MESH.label,))
+    data_size = {ONE: 1, SEVERAL: 2}.get(expected_failure.data_coordinates)
     for engine_variant, label in settings:
-        mesh = Mesh.parse(label)
+        mesh = Mesh.parse_smallest(label)
         world_sizes = [
             size
-            for size in expected_failure.world_sizes or (2,)
+            for size in expected_failure.world_sizes
+            or (mesh.world_size(data_size) if data_size else max(2, mesh.smallest_world),)
             if not mesh.explain_misfit(size) and not explain_unclaimed_mesh(engine, mesh, size, capabilities)
         ]
         if not world_sizes:

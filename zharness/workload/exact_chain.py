@@ -220,5 +220,5 @@ PIPELINE_MODELS = (
         split=SPLIT_BLOCKS,
     ),
     PipelineModel("tied_ends", "two blocks between two calls of one layer", TiedEndsModel, TIED_ENDS_PLAN),
-    PipelineModel("dropped_chain", "four blocks with dropout", DroppedChainModel),
+    PipelineModel("dropped_chain", "four blocks with dropout", DroppedChainModel, split=SPLIT_BLOCKS),
 )
