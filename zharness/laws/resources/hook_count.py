@@ -66,8 +66,8 @@ class CheckpointedLayers(nn.Module):
 
 
 def add_split_layers(ctx: RankContext, model: nn.Module) -> nn.Module:
-    """Give ``model`` the attention or the experts that the mesh splits, which no forward calls, and return it."""
-    for name in (*ctx.config.cp_plan, *ctx.config.ep_plan):
+    """Give ``model`` the layers, attention or experts that the mesh splits, which no forward calls, and return it."""
+    for name in (*ctx.config.tp_plan, *ctx.config.cp_plan, *ctx.config.ep_plan):
         model.add_module(name, ctx.spec.model(ctx.seed).get_submodule(name))
     return model
 
