@@ -1,7 +1,8 @@
 """Adapt Megatron-FSDP to the Engine protocol: stage 0 (``no_shard``) and stage 3 (``optim_grads_params``).
 
 The calls are those of its documentation: ``fully_shard_model``, ``fully_shard_optimizer``, and ``step`` and
-``zero_grad`` of the optimizer. On a CPU it gets stand-ins for ``torch.cuda`` (``megatron_cuda``).
+``zero_grad`` of the optimizer. The axis dp_replicate is its outer data parallelism (HSDP). On a CPU it gets stand-ins
+for ``torch.cuda`` (``megatron_cuda``).
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from torch import Tensor, nn
 
 from zharness.comm import Comm, all_gather_objects, is_true_on_any_rank
 from zharness.engines import optimizers
+from zharness.engines.device_meshes import get_device_mesh
 from zharness.engines.fsdp_groups import GROUPING_OPTIONS, LEAF, select_group_modules
 from zharness.engines.megatron_checkpoint import has_optimizer_state
 from zharness.engines.megatron_cuda import STAND_INS
-from zharness.engines.megatron_shards import find_pieces, gather, own_part
+from zharness.engines.megatron_shards import copy_own_part, find_pieces, gather, own_part, write_own_part
 from zharness.engines.protocol import Capabilities, EngineConfig, EngineOption, Feature, OptimizerSpec, Reduction
-from zharness.engines.torch_access import copy_into_shard, copy_shard, local_tensor
+from zharness.engines.torch_access import local_tensor
 from zharness.engines.torch_checkpoint import FOLDER_NAME, read_state, write_state
 from zharness.engines.torch_engine import (
     AUTOCAST_OPTION,
@@ -36,6 +38,7 @@ from zharness.engines.torch_engine import (
     snapshot,
     validate_config,
 )
+from zharness.mesh import DATA_SHARD, REPLICATE, TENSOR, Mesh
 
 README = "https://pypi.org/project/megatron-fsdp/0.6.1/"
 _DISTRIBUTED = "from the end of a backward to the next forward the weights are DTensors, which do not mix with tensors"
@@ -80,6 +83,11 @@ STAGE_3_REFUSES: dict[Feature, str] = {
         "collectives there than on its peers; it has no function of its own for clipping"
     ),
 }
+REPLICATE_REFUSES = dict.fromkeys(
+    (Feature.CALLER_ACCUMULATION, Feature.SUM),
+    "'optimizer.zero_grad()' must be invoked 'every forward-backward optimization cycle to prevent successive in-place "
+    "gradient buffer reductions from corrupting previously accumulated gradients' (set_model_auto_sync, on HSDP)",
+)
 KEEP_FIRST_STEP = "keep_first_step"
 VARIANTS = {
     "first_step_kept": EngineOption(
@@ -94,13 +102,25 @@ OPTIONS = {
     KEEP_FIRST_STEP: "keep the step on zero gradients that fully_shard_optimizer makes, as it does; default false",
     **AUTOCAST_OPTION,
 }
-CAPABILITIES = Capabilities(stages=frozenset({0, 3}), refuses=REFUSES, variants=VARIANTS)
+CAPABILITIES = Capabilities(
+    stages=frozenset({0, 3}),
+    refuses=REFUSES,
+    variants=VARIANTS,
+    mesh_axes=frozenset({REPLICATE}),
+    refuses_on={REPLICATE: REPLICATE_REFUSES},
+)
 
 
 def capabilities_at(stage: int) -> Capabilities:
     """Return CAPABILITIES with what Megatron-FSDP refuses at ``stage``."""
     if stage == 0:
-        return replace(CAPABILITIES, refuses={**REFUSES, **STAGE_0_REFUSES}, scaled_sum=STAGE_0_REFUSES[Feature.SUM])
+        # With an outer axis a step raises: _get_fsdp_tensor_spec gives a whole weight one placement on two axes.
+        return replace(
+            CAPABILITIES,
+            refuses={**REFUSES, **STAGE_0_REFUSES},
+            scaled_sum=STAGE_0_REFUSES[Feature.SUM],
+            mesh_axes=frozenset(),
+        )
     models = dict.fromkeys(("fused", "changing"), READS_FREED)
     return replace(CAPABILITIES, refuses={**REFUSES, **STAGE_3_REFUSES}, refuses_models=models)
 
@@ -137,15 +157,12 @@ def factory(model: nn.Module, config: EngineConfig) -> MegatronEngine:
 def shard(model: nn.Module, config: EngineConfig, remove_stand_ins: Callable[[], None]) -> MegatronEngine:
     """Shard ``model`` in place and return the engine, which calls ``remove_stand_ins`` when it is closed."""
     from megatron_fsdp import fully_shard_model
-    from torch.distributed.device_mesh import init_device_mesh
 
     device = next(model.parameters()).device
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     wrapped = fully_shard_model(
         model,
-        device_mesh=init_device_mesh(device.type, (dist.get_world_size(), 1), mesh_dim_names=("dp_shard", "tp")),
-        dp_shard_dim="dp_shard",
-        tp_dim="tp",
+        **describe_axes(config.mesh, device),
         fsdp_unit_modules=unit_classes(model, config.options),
         zero_dp_strategy=config.stage,
         device=device,
@@ -166,6 +183,20 @@ def shard(model: nn.Module, config: EngineConfig, remove_stand_ins: Callable[[],
         build_optimizer=partial(build_optimizer, wrapped, bool(config.options.get(KEEP_FIRST_STEP))),
     )
     return MegatronEngine(model, capabilities_at(config.stage), config, adapter, wrapped)
+
+
+def describe_axes(mesh: Mesh, device: torch.device) -> Mapping[str, Any]:
+    """Return the arguments of ``fully_shard_model`` that say which ranks shard, and which have copies of the shards."""
+    shape = mesh.shape(dist.get_world_size())
+    axes = (*((REPLICATE,) if REPLICATE in mesh.axes else ()), DATA_SHARD, TENSOR)
+    arguments = {
+        "device_mesh": get_device_mesh(device.type, tuple(shape[axis] for axis in axes), axes),
+        "dp_shard_dim": DATA_SHARD,
+        "tp_dim": TENSOR,
+    }
+    if REPLICATE in axes:
+        arguments |= {"dp_outer_dim": REPLICATE, "hybrid_fsdp_group": dist.group.WORLD}
+    return arguments
 
 
 def release(wrapped: Any, remove_stand_ins: Callable[[], None]) -> None:
@@ -225,6 +256,9 @@ class MegatronEngine(TorchEngine):
     ) -> None:
         super().__init__(model, capabilities, config, adapter)
         self._wrapped = wrapped
+        world_size, rank = dist.get_world_size(), dist.get_rank()
+        shards = config.mesh.shape(world_size)[DATA_SHARD]
+        self._own_copy = range(rank - rank % shards, rank - rank % shards + shards)
         self._aliases = {
             alias: name
             for name, param in adapter.params.items()
@@ -341,7 +375,7 @@ class MegatronEngine(TorchEngine):
         param, pieces = self._adapter.params[name], self._adapter.layout.get(name)
         if pieces is None:
             return snapshot(local_tensor(param if tensor is None else tensor)).view(param.shape)
-        return gather(copy_own_part(tensor), param.shape, pieces)
+        return gather(copy_own_part(tensor), param.shape, pieces, self._own_copy)
 
     def _write(self, name: str, tensor: Tensor | None, value: Tensor) -> None:
         """Copy this rank's part of a full tensor into its part of ``tensor``."""
@@ -354,14 +388,3 @@ def is_split(tensor: Tensor) -> bool:
     from torch.distributed.tensor import DTensor
 
     return isinstance(tensor, DTensor)
-
-
-def copy_own_part(tensor: Tensor | None) -> Tensor:
-    """Return a flat copy on CPU of this rank's part of ``tensor``, which is empty if the rank has none."""
-    return torch.empty(0) if tensor is None else copy_shard(tensor)
-
-
-def write_own_part(tensor: Tensor | None, value: Tensor) -> None:
-    """Copy a flat tensor into this rank's part of ``tensor``, if the rank has one."""
-    if tensor is not None:
-        copy_into_shard(tensor, value)

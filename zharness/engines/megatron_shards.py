@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from zharness.comm import Comm, all_gather_objects
 from zharness.engines.protocol import Piece
+from zharness.engines.torch_access import copy_into_shard, copy_shard
 
 
 def find_pieces(params: Mapping[str, nn.Parameter]) -> dict[str, tuple[Piece, ...]]:
@@ -36,14 +37,19 @@ def find_pieces(params: Mapping[str, nn.Parameter]) -> dict[str, tuple[Piece, ..
     return {name: tuple(Piece(rank, *view[name]) for rank, view in enumerate(views)) for name in own}
 
 
-def gather(local: Tensor, shape: torch.Size, pieces: tuple[Piece, ...]) -> Tensor:
-    """Return the full tensor on CPU of which this rank has ``local``, its piece of ``pieces``. This is a collective."""
+def gather(local: Tensor, shape: torch.Size, pieces: tuple[Piece, ...], own_copy: range) -> Tensor:
+    """Return the full tensor on CPU of which this rank has ``local``, its piece of ``pieces``. This is a collective.
+
+    It is that of the ranks ``own_copy``, which have one copy of all shards; the others have copies of these.
+    """
     comm, longest = Comm(), max(piece.stop - piece.start for piece in pieces)
     padded = torch.zeros(longest, dtype=local.dtype, device=local.device)
     padded[: local.numel()] = local.flatten()
     parts = comm.all_gather(padded.new_empty(len(pieces) * longest), padded).view(len(pieces), longest)
     full = torch.empty(shape.numel(), dtype=local.dtype)
     for piece in pieces:
+        if piece.rank not in own_copy:
+            continue
         full[piece.start : piece.stop] = parts[piece.rank, : piece.stop - piece.start].cpu()
     return full.view(shape)
 
@@ -52,3 +58,14 @@ def own_part(full: Tensor, pieces: tuple[Piece, ...]) -> Tensor:
     """Return this rank's piece of a full tensor, flat."""
     piece = pieces[Comm().rank]
     return full.flatten()[piece.start : piece.stop]
+
+
+def copy_own_part(tensor: Tensor | None) -> Tensor:
+    """Return a flat copy on CPU of this rank's part of ``tensor``, which is empty if the rank has none."""
+    return torch.empty(0) if tensor is None else copy_shard(tensor)
+
+
+def write_own_part(tensor: Tensor | None, value: Tensor) -> None:
+    """Copy a flat tensor into this rank's part of ``tensor``, if the rank has one."""
+    if tensor is not None:
+        copy_into_shard(tensor, value)
