@@ -39,6 +39,7 @@ CELLS = {
     "pipeline.any_order[deepspeed_pp-zero0-w2.pp2-fp32-chain-clipped]": Verdict.FAIL,
     "pipeline.dropout[deepspeed_pp-zero1-w2.pp2-fp32-dropped_chain-dualpipev_recomputed]": Verdict.PASS,
     "pipeline.buffers[deepspeed_pp-zero0-w2.pp2-fp32-chain-evaluated]": Verdict.FAIL,
+    "pipeline.token_loss[deepspeed_pp-zero1-w4.pp2-fp32-token_chain-dualpipev]": Verdict.PASS,
 }
 PP2 = Mesh.parse("pp2")
 

@@ -61,6 +61,10 @@ CELLS = {
     "pipeline.buffers[torch_pp-zero0-w2.pp2-fp32-chain-first]": Verdict.FAIL,
     "pipeline.buffers[torch_pp{fully_shard}-zero0-w4.pp2-fp32-chain-loaded]": Verdict.PASS,
     "pipeline.resume[torch_pp-zero0-w2.pp2-fp32-chain-unstepped]": Verdict.FAIL,
+    "pipeline.token_loss[torch_pp-zero0-w2.pp2-fp32-token_chain-zbv]": Verdict.PASS,
+    "pipeline.token_loss[torch_pp-zero0-w4.pp2-fp32-token_chain-1f1b]": Verdict.PASS,
+    "pipeline.token_loss[torch_pp-zero0-w4.pp2-fp32-token_chain-zbv]": Verdict.FAIL,
+    "pipeline.token_loss[torch_pp-zero0-w4.pp2.tp2-fp32-token_chain-interleaved]": Verdict.PASS,
 }
 PP2 = Mesh.parse("pp2")
 

@@ -37,6 +37,7 @@ from zharness.laws import (
     pipeline_one_hot,
     pipeline_resume,
     pipeline_steps,
+    pipeline_token_loss,
     precision,
     resources,
     state,
@@ -82,6 +83,7 @@ LAW_MODULES = (
     pipeline_one_hot,
     pipeline_resume,
     pipeline_steps,
+    pipeline_token_loss,
     loop,
     model,
 )

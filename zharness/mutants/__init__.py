@@ -81,6 +81,7 @@ from zharness.mutants import (  # noqa: F401 - each module registers its mutants
     pipeline_state,
     pipeline_steps,
     pipeline_tensor,
+    pipeline_token_loss,
     pipeline_wire,
     prefetch,
     random_state,
