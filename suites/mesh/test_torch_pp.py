@@ -65,6 +65,9 @@ CELLS = {
     "pipeline.token_loss[torch_pp-zero0-w4.pp2-fp32-token_chain-1f1b]": Verdict.PASS,
     "pipeline.token_loss[torch_pp-zero0-w4.pp2-fp32-token_chain-zbv]": Verdict.FAIL,
     "pipeline.token_loss[torch_pp-zero0-w4.pp2.tp2-fp32-token_chain-interleaved]": Verdict.PASS,
+    "pipeline.replicas[torch_pp-zero0-w4.pp4-fp32-tied_chain-gpipe]": Verdict.PASS,
+    "pipeline.replicas[torch_pp-zero0-w4.pp2-fp32-tied_chain-zero_bubble]": Verdict.FAIL,
+    "pipeline.replicas[torch_pp-zero0-w4.pp2.tp2-fp32-tied_chain-1f1b]": Verdict.PASS,
 }
 PP2 = Mesh.parse("pp2")
 

@@ -77,6 +77,7 @@ from zharness.mutants import (  # noqa: F401 - each module registers its mutants
     pipeline_dropout,
     pipeline_frozen,
     pipeline_products,
+    pipeline_replicas,
     pipeline_settings,
     pipeline_state,
     pipeline_steps,
