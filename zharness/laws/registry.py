@@ -39,6 +39,7 @@ from zharness.laws import (
     pipeline_resume,
     pipeline_steps,
     pipeline_token_loss,
+    pipeline_wire,
     precision,
     resources,
     state,
@@ -86,6 +87,7 @@ LAW_MODULES = (
     pipeline_resume,
     pipeline_steps,
     pipeline_token_loss,
+    pipeline_wire,
     loop,
     model,
 )
