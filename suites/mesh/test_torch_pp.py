@@ -71,6 +71,7 @@ CELLS = {
     "pipeline.wire[torch_pp-zero0-w2.pp2-fp32-skips-zbv]": Verdict.PASS,
     "pipeline.wire[torch_pp-zero0-w4.pp2-bf16-chain-gpipe]": Verdict.PASS,
     "pipeline.wire[torch_pp-zero0-w4.pp2-fp32-chain-1f1b]": Verdict.PASS,
+    "pipeline.wire[torch_pp-zero0-w4.pp2-fp32-chain-first]": Verdict.FAIL,
     "pipeline.wire[torch_pp{resharded}-zero0-w4.pp2-fp32-skips-zbv]": Verdict.FAIL,
 }
 PP2 = Mesh.parse("pp2")

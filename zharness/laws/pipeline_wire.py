@@ -37,19 +37,22 @@ from zharness.laws.pipeline_replicas import find_stages, get_stage
 from zharness.mesh import DATA_SHARD, PIPELINE, TENSOR
 from zharness.parity import Comparison, Part, Tier, compare_bitwise, compare_within_range
 
-SECOND = 1  # the number of the batch that is observed: a schedule may run a stage in the first one to learn shapes
+FIRST = "first"  # the variant that observes the first batch, in which a schedule may run a stage to learn shapes
+OBSERVED = 1  # the number of the batch that is observed
 
 
 def observe_wire(ctx: RankContext) -> None:
-    """Run two batches with a step, and record how many elements this rank sent in the second, by kind of message."""
-    engine = ctx.build_engine(optimizer=STANDING, options=select_schedule(ctx.variant))
-    train_batch(ctx, engine, 0, DEFAULT_SHAPE)
-    engine.step()
-    engine.zero_grad()
-    with CollectiveObserver(ctx, ACTIVATION_DIMS) as observer:
-        train_batch(ctx, engine, SECOND, DEFAULT_SHAPE)
+    """Run a batch and a step, and record how many elements this rank sent, by kind of message; others come before."""
+    options = select_schedule(ctx.variant) if ctx.variant != FIRST else {}
+    engine = ctx.build_engine(optimizer=STANDING, options=options)
+    if ctx.variant != FIRST:
+        train_batch(ctx, engine, 0, DEFAULT_SHAPE)
         engine.step()
-    record_sent(ctx, observer, SECOND)
+        engine.zero_grad()
+    with CollectiveObserver(ctx, ACTIVATION_DIMS) as observer:
+        train_batch(ctx, engine, OBSERVED, DEFAULT_SHAPE)
+        engine.step()
+    record_sent(ctx, observer, OBSERVED)
     engine.close()
 
 
@@ -62,7 +65,7 @@ def judge_wire(ctx: JudgeContext) -> Iterator[Comparison]:
     its weights are gathered at most twice for each micro-batch. What ranks of tp send is not judged here.
     """
     sent_to = list_stage_messages(ctx)
-    for rank, record in enumerate(ctx.rank_records("sent", SECOND)):
+    for rank, record in enumerate(ctx.rank_records("sent", OBSERVED)):
         sent = {Sent.parse(name): elements for name, elements in record.items()}
         yield from judge_stage_messages(ctx, rank, sent, sent_to[get_stage(ctx, rank)])
         yield from judge_data_messages(ctx, rank, sent)
@@ -74,27 +77,29 @@ def judge_stage_messages(
     """Compare what a rank sends to each other stage, and what else it sends along pp."""
     along = {message: elements for message, elements in sent.items() if PIPELINE in message.axes.split(",")}
     to_stages = {m: elements for m, elements in along.items() if m.axes == PIPELINE and m.content == ACTIVATIONS}
-    yield from judge_dtypes(ctx, rank, to_stages, SECOND)
+    yield from judge_dtypes(ctx, rank, to_stages, OBSERVED)
     found: Counter[int] = Counter()
     for message, elements in to_stages.items():
         found[int(message.receiver)] += int(elements)
     for stage in sorted({*expected, *found}):
-        place = ctx.location(f"elements of activations to pp {stage}", Part.REDUCTION, SECOND, rank)
+        place = ctx.location(f"elements of activations to pp {stage}", Part.REDUCTION, OBSERVED, rank)
         yield compare_bitwise(place, scalar(expected.get(stage, 0)), scalar(found[stage]))
     others = sum(float(elements) for message, elements in along.items() if message not in to_stages)
-    place = ctx.location("elements of other messages along pp", Part.REDUCTION, SECOND, rank)
+    place = ctx.location("elements of other messages along pp", Part.REDUCTION, OBSERVED, rank)
     yield compare_within_range(place, scalar(0), scalar(others), scalar(min(measure_outputs(ctx)) - 1))
 
 
 def judge_data_messages(ctx: JudgeContext, rank: int, sent: Mapping[Sent, Tensor]) -> Iterator[Comparison]:
     """Compare what a rank sends along the data with the gradients of its stage, and with the weights."""
     along = {message: elements for message, elements in sent.items() if message.axes == DATA_SHARD}
-    yield from judge_dtypes(ctx, rank, along, SECOND)
+    yield from judge_dtypes(ctx, rank, along, OBSERVED)
     for content, (least, most) in list_data_ranges(ctx, get_stage(ctx, rank)).items():
         elements = sum(float(n) for message, n in along.items() if message.content == content)
-        place = ctx.location(f"elements of {content} along {DATA_SHARD}", Part.REDUCTION, SECOND, rank)
+        place = ctx.location(f"elements of {content} along {DATA_SHARD}", Part.REDUCTION, OBSERVED, rank)
         comparison = compare_within_range(place, scalar(least), scalar(elements), scalar(most))
-        yield add_hint(comparison, hint) if (hint := describe_one_module(ctx, rank, elements)) else comparison
+        hint = describe_one_module(ctx, rank, elements) if elements < most else ""
+        hint = "each gradient is reduced twice" if 2 * least <= elements <= 2 * most and content == GRADIENTS else hint
+        yield add_hint(comparison, hint) if hint else comparison
 
 
 def describe_one_module(ctx: JudgeContext, rank: int, elements: float) -> str:
@@ -168,9 +173,12 @@ _LAW = pipeline_law(
     "each border of two stages is crossed once forward and once back, and gradients are reduced once over the data",
     observe_wire,
     judge_wire,
-    tuple(
-        Variant(name, schedules=(name,), micro_batches=MICRO_BATCHES, compares_engine_with_itself=True)
-        for name in SCHEDULES
+    (
+        *(
+            Variant(name, schedules=(name,), micro_batches=MICRO_BATCHES, compares_engine_with_itself=True)
+            for name in SCHEDULES
+        ),
+        Variant(FIRST, compares_engine_with_itself=True),
     ),
     Feature.VISIBLE_COLLECTIVES,
     models=("chain", "skips"),
