@@ -59,6 +59,18 @@ class Mesh:
         """The axes as in a cell's id, ``rep2.tp2``; '' for the default mesh."""
         return ".".join(f"{SHORT_NAMES.get(axis, axis)}{size}" for axis, size in self.sizes)
 
+    @classmethod
+    def parse_smallest(cls, text: str) -> Mesh:
+        """Parse axes of which some have no size, as in ``rep2.tp``: those get 2. Raises UsageError for other text."""
+        return cls.parse(re.sub(r"(?<=[a-z_])(?=[,.]|$)", "2", text))
+
+    def has_axes(self, text: str) -> bool:
+        """Return whether these are the axes of a label, in its sizes; one that has no size there may have any."""
+        own, wanted = self.label.split("."), text.split(".")
+        return len(own) == len(wanted) and all(
+            part in (axis, axis.rstrip("0123456789")) for axis, part in zip(own, wanted, strict=True)
+        )
+
     @property
     def axes(self) -> tuple[str, ...]:
         """The names of the named axes."""

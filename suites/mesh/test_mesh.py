@@ -156,6 +156,46 @@ def test_an_expected_failure_covers_cells_of_a_mesh_only_if_it_names_the_mesh() 
     assert [named.covers_cell(cell, "2.13.0") for cell in (plain, split)] == [False, True]
 
 
+@pytest.mark.parametrize(
+    ("data_coordinates", "covered"),
+    [
+        ("", {"w2.pp2", "w4.pp2", "w4.pp4", "w4.pp2.tp2", "w8.pp4.tp2", "w8.pp2.tp2"}),
+        ("one", {"w2.pp2", "w4.pp4", "w4.pp2.tp2", "w8.pp4.tp2"}),
+        ("several", {"w4.pp2", "w8.pp2.tp2"}),
+    ],
+)
+def test_an_expected_failure_covers_any_size_of_an_axis_without_one(data_coordinates: str, covered: set[str]) -> None:
+    entry = ExpectedFailure(
+        "torch_pp",
+        "pipeline.*",
+        "https://example.org",
+        "reason",
+        "fail",
+        ("signature",),
+        meshes=("pp", "pp.tp"),
+        data_coordinates=data_coordinates,
+    )
+    labels = {"w2.pp2", "w4.pp2", "w4.pp4", "w4.pp2.tp2", "w8.pp4.tp2", "w8.pp2.tp2", "w4.rep2.pp2", "w2.tp2", "w2"}
+    cells = {label: Cell.parse(f"pipeline.training[torch_pp-zero0-{label}-fp32-chain-gpipe]") for label in labels}
+    assert {label for label, cell in cells.items() if entry.covers_cell(cell, "2.13.0")} == covered
+
+
+@pytest.mark.parametrize(("data_coordinates", "size"), [("one", 2), ("several", 4)])
+def test_an_expected_failure_of_any_size_counts_as_one_of_the_smallest(data_coordinates: str, size: int) -> None:
+    entry = ExpectedFailure(
+        "torch_pp",
+        "pipeline.training",
+        "https://example.org",
+        "reason",
+        "fail",
+        ("signature",),
+        meshes=("pp",),
+        data_coordinates=data_coordinates,
+    )
+    worlds = {cell.cell.world_label for cell in iter_covered_cells(entry, "torch_pp", "2.13.0", claims)}
+    assert worlds == {f"w{size}.pp2"}
+
+
 @pytest.mark.parametrize("end", [RankEnd.HUNG, RankEnd.RAISED])
 def test_a_failure_of_a_rank_ends_with_the_rank_s_coordinates(end: RankEnd) -> None:
     failed = GroupOutcome((RankOutcome(2, end, 0, cause="it failed"),), 0.0)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from zharness.parity.baseline import Baseline
-from zharness.parity.calibration import INDEPENDENCE_TOLERANCE
+from zharness.parity.sample_runs import INDEPENDENCE_TOLERANCE
 from zharness.run import Record, Verdict
 from zharness.run.pytest_cells import describe_problem
 from zharness.workload import model_spec

@@ -17,8 +17,9 @@ from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.training_run import total_norm_and_bound
 from zharness.laws import get_law
 from zharness.parity.baseline import Baseline, CastCache
-from zharness.parity.calibration import INDEPENDENCE_TOLERANCE, SampleRuns, calibrate
+from zharness.parity.calibration import calibrate
 from zharness.parity.sample_draws import SharedDrawError, find_sample_dims, record_draws, replay_draws
+from zharness.parity.sample_runs import INDEPENDENCE_TOLERANCE, SampleRuns
 from zharness.raising_frame import describe_raising_frame
 from zharness.run import Record, Verdict
 from zharness.run.missing_claims import describe_missing_claims

@@ -6,17 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zharness.parity import Comparison, Part, Tier, calibration
+from zharness.parity import Comparison, Part, Tier, calibration, sample_runs
 from zharness.parity.baseline import Baseline, run_local
-from zharness.parity.calibration import (
-    CALIBRATION_RUNS,
-    Calibration,
-    SampleRuns,
-    calibrate,
-    compare_calibrated,
-    run_permuted_plain,
-)
+from zharness.parity.calibration import Calibration, MeanTerm, calibrate, calibrate_sum, compare_calibrated
 from zharness.parity.comparison import TensorLocation
+from zharness.parity.sample_runs import CALIBRATION_RUNS, SampleRuns, run_permuted_plain
 from zharness.workload import model_spec
 
 NAMES = ("mlp", "transformer", "conv")
@@ -107,7 +101,7 @@ def test_one_noisy_element_does_not_excuse_its_tensor_from_the_scale(monkeypatch
         return grads
 
     baseline = build_baseline("mlp")
-    monkeypatch.setattr(calibration, "run_permuted_plain", run_with_noise)
+    monkeypatch.setattr(sample_runs, "run_permuted_plain", run_with_noise)
     noisy = calibrate.__wrapped__(baseline, 0)
     assert not noisy.zero_names
     smallest = compare_calibrated(PLACE, noisy, right(baseline)).smallest_detectable
@@ -139,4 +133,16 @@ def test_a_model_that_refuses_a_single_sample_is_run_on_all_of_them(
         raise ValueError(message)
 
     monkeypatch.setattr(SampleRuns, "compute_grads", refuse)
-    assert calibration.sum_squares_of_samples(runs, oracle) is None
+    assert sample_runs.sum_squares_of_samples(runs, oracle) is None
+
+
+def test_a_sum_of_several_micro_batches_is_judged_with_their_factors_and_without_frozen_weights() -> None:
+    baseline = build_baseline("mlp")
+    terms = [MeanTerm(0, step, factor) for step, factor in ((0, 1.0), (1, 2.0), (2, 0.5))]
+    calibrated = calibrate_sum(None, baseline, terms, scale=3.0, left_out={"last.bias"})
+    local = [(term.factor, baseline.run_rank(term.rank, term.step).grads) for term in terms]
+    found = {name: sum(factor * grads[name] for factor, grads in local) for name in calibrated.oracle}
+    assert local[0][1].keys() - found.keys() == {"last.bias"}
+    assert compare_calibrated(PLACE, calibrated, found).mismatch is None
+    unscaled = {name: sum(grads[name] for _, grads in local) for name in calibrated.oracle}
+    assert compare_calibrated(PLACE, calibrated, unscaled).mismatch is not None

@@ -13,9 +13,10 @@ from zharness.law_kit.judge_context import JudgeContext
 from zharness.parity import Comparison, Part, Tier, compare_bitwise, compare_within_bound
 from zharness.parity.baseline import Baseline, convert_to_float64, run_backward
 from zharness.parity.bounds import unit_roundoff
-from zharness.parity.calibration import CALIBRATION_RUNS, LARGEST_FACTOR
+from zharness.parity.calibration import LARGEST_FACTOR
 from zharness.parity.compare import check_names
 from zharness.parity.sample_draws import permute_rows
+from zharness.parity.sample_runs import CALIBRATION_RUNS
 from zharness.workload import Batch
 
 Buffers = Mapping[str, Tensor]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from zharness.law_kit.hints import hint_factor
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.mesh import TENSOR
 from zharness.parity import Comparison, Part, compare_ranks
-from zharness.parity.calibration import calibrate_mean_at, compare_calibrated
+from zharness.parity.calibration import Calibration, MeanTerm, calibrate_mean_at, calibrate_sum, compare_calibrated
 from zharness.parity.certificate import certify_exactness
 
 
@@ -42,8 +43,34 @@ def compare_split_grads(
 
     ``params`` are the weights of the step (None: the initial ones).
     """
+    yield from compare_with_oracle(ctx, label, step, calibrate_mean_at(params, ctx.baseline, ctx.data_size, step))
+
+
+@dataclass(frozen=True)
+class SplitBatches:
+    """What the gradients of several batches have to be: ``scale`` times the mean over their micro-batches.
+
+    ``factors`` maps the number of each micro-batch to the factor of its loss. ``params`` are the weights of all of them
+    (None: the initial ones), and ``frozen`` the names of weights without a gradient.
+    """
+
+    factors: Mapping[int, float]
+    params: Mapping[str, Tensor] | None = None
+    scale: float = 1.0
+    frozen: Collection[str] = ()
+
+
+def compare_split_batches(ctx: JudgeContext, label: str, step: int, batches: SplitBatches) -> Iterator[Comparison]:
+    """Compare the gradients that were recorded at ``step`` by tier C, and those of all ranks with each other."""
+    ranks = range(ctx.data_size)
+    terms = [MeanTerm(rank, micro, factor) for micro, factor in batches.factors.items() for rank in ranks]
+    calibrated = calibrate_sum(batches.params, ctx.baseline, terms, batches.scale, batches.frozen)
+    yield from compare_with_oracle(ctx, label, step, calibrated)
+
+
+def compare_with_oracle(ctx: JudgeContext, label: str, step: int, calibrated: Calibration) -> Iterator[Comparison]:
+    """Compare reduced gradients with the float64 ones of ``calibrated``, and those of all ranks with each other."""
     rank_grads = ctx.rank_records(label, step)
-    calibrated = calibrate_mean_at(params, ctx.baseline, ctx.data_size, step)
     ctx.check_gradient_names(calibrated.oracle.keys(), rank_grads[0])
     grads = {name: rank_grads[0][name].double() for name in calibrated.oracle}
     compared = compare_calibrated(ctx.location("", Part.REDUCTION, step, rank=0), calibrated, grads)

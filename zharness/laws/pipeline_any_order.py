@@ -28,6 +28,7 @@ from zharness.laws.pipeline_programs import (
     find_shared_weights,
     select_parameter,
 )
+from zharness.mesh import TENSOR
 from zharness.parity import Comparison
 from zharness.workload.programs import join_words
 
@@ -104,7 +105,8 @@ def observe_any_order(ctx: RankContext) -> None:
     name, _ = split_variant(ctx.variant)
     cell, template = ProgramCell(ctx.spec.name, name, ctx.seed, ctx.config.dtype, ctx.capabilities), TEMPLATES[name]
     calls = parse_calls(CALL_PROGRAMS.choose(ctx.variant, cell))
-    if find_shared_weights(ctx.spec, ctx.seed):  # how their gradients round is known only if they are read
+    rounds_in_parts = TENSOR in ctx.config.mesh.axes and not ctx.spec.exact
+    if rounds_in_parts or find_shared_weights(ctx.spec, ctx.seed):  # how gradients round is known only if they are read
         calls = tuple(replace(call, kind=CallKind.TRAIN) if call.kind is CallKind.UNSEEN else call for call in calls)
     ctx.record("calls", {"text": torch.tensor([*join_words(calls).encode()], dtype=torch.uint8)})
     engine = ctx.build_engine(

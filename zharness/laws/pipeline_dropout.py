@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from zharness.errors import RoundedScenarioError
 from zharness.law_kit.hints import add_hint
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Variant
@@ -26,6 +27,7 @@ from zharness.laws.pipeline import (
     select_schedule,
     train_batch,
 )
+from zharness.mesh import TENSOR, Mesh
 from zharness.parity import Comparison, Part, compare_bitwise
 from zharness.parity.baseline import LocalResult, run_local
 from zharness.parity.certificate import Exactness, certify_exactness
@@ -45,7 +47,7 @@ def list_blocks(model: nn.Module) -> dict[str, DroppedBlock]:
 def observe_dropout(ctx: RankContext) -> None:
     """Run two batches, and record losses and gradients of the second, and the masks that each dropout drew in it.
 
-    The caller seeds torch's generator with another number on each rank.
+    The caller seeds torch's generator with another number on each rank, but alike along tp, which shares activations.
     """
     model = ctx.spec.model(ctx.seed)
     blocks = list_blocks(model)
@@ -53,7 +55,7 @@ def observe_dropout(ctx: RankContext) -> None:
         block.run_block = partial(checkpoint, use_reentrant=False)
     options = select_schedule(ctx.variant.removesuffix(RECOMPUTED))
     engine = ctx.build_engine_around(model, optimizer=ZERO_LR_SGD, options=options)
-    with fork_seeded_generators(ctx.seed + ctx.rank):
+    with fork_seeded_generators(ctx.seed + find_first_replica(ctx.config.mesh, ctx.rank, ctx.world_size)):
         train_batch(ctx, engine, FIRST, DEFAULT_SHAPE)
         engine.step()
         engine.zero_grad()
@@ -66,6 +68,11 @@ def observe_dropout(ctx: RankContext) -> None:
     ctx.record("masks", {name: torch.stack(drop.masks) for name, drop in drops.items()})
     ctx.record("inputs", {name: torch.stack(drop.inputs) for name, drop in drops.items()})
     engine.close()
+
+
+def find_first_replica(mesh: Mesh, rank: int, world_size: int) -> int:
+    """Return the first rank along tp that has the stages and micro-batches of ``rank``."""
+    return mesh.rank_at_start(TENSOR, rank, world_size)
 
 
 @dataclass(frozen=True)
@@ -99,14 +106,20 @@ def read_masks(ctx: JudgeContext, rank: int) -> dict[str, DrawnMasks]:
 
 
 def judge_dropout(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Judge the masks, and compare losses and gradients bitwise with plain PyTorch's under these masks."""
+    """Judge the masks, and compare losses and gradients bitwise with plain PyTorch's under these masks.
+
+    Raises RoundedScenarioError if tp could round a sum in parts.
+    """
+    exact = certify_any_mask(ctx)
+    if TENSOR in ctx.mesh.axes and not exact:
+        raise RoundedScenarioError("a sum of a batch is rounded under some mask, so tp cannot be judged by it")
     drawn = [read_masks(ctx, rank) for rank in range(ctx.world_size)]
     for rank, blocks in enumerate(drawn):
         for name, masks in blocks.items():
             yield from judge_masks(ctx, drawn, rank, name, masks.group())
     micros = [[run_with_masks(ctx, at, micro, drawn) for at in range(ctx.data_size)] for micro in range(MICRO_BATCHES)]
     yield from compare_micro_losses(ctx, micros)
-    yield from ctx.compare_reduced_grads("grads", micros, exact=certify_any_mask(ctx))
+    yield from ctx.compare_reduced_grads("grads", micros, exact=exact)
 
 
 def judge_masks(
@@ -114,15 +127,18 @@ def judge_masks(
 ) -> Iterator[Comparison]:
     """Check the masks of one dropout: one for each micro-batch, and those of no other one, block, batch or rank.
 
+    Ranks along tp have the whole activations, and one mask.
     Two masks of 64 elements are equal by chance in 1 of 2^64 cases, and a cell compares fewer than 1,000 pairs.
     """
     place = ctx.location(f"masks of {name}", Part.FORWARD, 0, rank)
     own = [list_elements(masks[0]) for masks in groups]
+    first = find_first_replica(ctx.mesh, rank, ctx.world_size)
+    whole = {list_elements(mask) for mask in drawn[first][name].masks}
     others = {
         list_elements(mask)
         for other_rank, blocks in enumerate(drawn)
         for other_name, masks in blocks.items()
-        if (other_rank, other_name) != (rank, name)
+        if (find_first_replica(ctx.mesh, other_rank, ctx.world_size), other_name) != (first, name)
         for mask in masks.masks
     }
     earlier = {
@@ -131,12 +147,18 @@ def judge_masks(
     changed = sum(any(not torch.equal(masks[0], mask) for mask in masks[1:]) for masks in groups)
     again = sum(mask in earlier for mask in own)
     repeated, shared = len(own) - len(set(own)), sum(mask in others for mask in own)
+    apart = sum(mask not in whole for mask in own)
     for wanted, count, hint in (
         (MICRO_BATCHES, len(own), "the number of micro-batches that this dropout saw"),
         (0, changed, f"the recomputation of {changed} micro-batches drew another mask"),
         (0, repeated, f"{repeated} of {len(own)} micro-batches repeat the mask of an earlier one"),
         (0, shared, f"{shared} of {len(own)} masks are those of another block, micro-batch or rank"),
         (0, again, f"{again} of {len(own)} masks are those of the batch before"),
+        (
+            0,
+            apart,
+            f"{apart} of {len(own)} masks are not those of rank {first}, which has the same activations along tp",
+        ),
     ):
         yield add_hint(compare_bitwise(place, scalar(wanted), scalar(count)), hint)
 

@@ -17,6 +17,7 @@ from zharness.law_kit.judge_context import BoundedGrads, JudgeContext
 from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_step
 from zharness.law_kit.program_updates import StepCounts, judge_parameter_updates
 from zharness.law_kit.record_comparisons import compare_initial_weights, compare_records
+from zharness.law_kit.split_sums import SplitBatches, compare_split_batches, splits_sums
 from zharness.law_kit.training_run import bounded_norm_and_error
 from zharness.laws.pipeline import (
     MICRO_BATCHES,
@@ -153,6 +154,9 @@ class BatchProgramJudge:
         Where a mean rounds, an engine may also divide the loss of each micro-batch, and add up the gradients.
         """
         self.pending.read_at = position
+        if splits_sums(self.ctx):
+            yield from compare_split_batches(self.ctx, "grads", position, self.describe_split(position))
+            return
         found = list(self.compare_grads(position, self.pending.micros))
         sizes = [batch.call.number for batch in self.pending.batches]
         if not all(map(is_power_of_two, sizes)) and any(comparison.mismatch for comparison in found):
@@ -160,6 +164,17 @@ class BatchProgramJudge:
             divided = list(self.compare_grads(position, rows))
             found = found if any(comparison.mismatch for comparison in divided) else divided
         yield from found
+
+    def describe_split(self, position: int) -> SplitBatches:
+        """Return what the gradients at ``position`` have to be on tp, where all batches of a step have one weight."""
+        factors = {
+            STRIDE * batch.position * MICRO_BATCHES + index: float(make_batch_shape(batch.call).factor)
+            for batch in self.pending.batches
+            for index in range(batch.call.number)
+        }
+        frozen = find_frozen(self.calls[: position - 1])
+        names = set() if frozen is None else {self.select_parameter(frozen)}
+        return SplitBatches(factors, self.ctx.rank_records("params", self.version)[0], self.pending.scale, names)
 
     def compare_grads(self, position: int, micros: list[list[LocalResult]]) -> Iterator[Comparison]:
         """Compare gradients with those of micro-batches; those of several uses are sums in an order of the engine's."""

@@ -16,10 +16,12 @@ from zharness.law_kit.law import Variant
 from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_step, judge_step
 from zharness.law_kit.optimizers import UNIT_LR_SGD
 from zharness.law_kit.rank_context import RankContext, scalar
+from zharness.law_kit.split_sums import SplitBatches, compare_split_batches, splits_sums
 from zharness.laws.circumstances.not_finite import CLIPPED, Outcome, step_and_classify
 from zharness.laws.mesh import CLIP
 from zharness.laws.mesh_not_finite import judge_one_coordinate
 from zharness.laws.pipeline import (
+    MICRO_BATCHES,
     MODELS,
     MOMENTUM_SGD,
     RANDOM_MODEL,
@@ -90,7 +92,10 @@ def judge_learning_rate(ctx: JudgeContext) -> Iterator[Comparison]:
         micros = compute_batch(ctx, step, weights, shape)
         require_exact_batch(ctx, step, weights, shape)
         yield from compare_micro_losses(ctx, micros, step)
-        if ctx.baseline.spec.name in CHAINS:
+        if splits_sums(ctx):
+            numbers = range(step * MICRO_BATCHES, step * MICRO_BATCHES + shape.micro_batches)
+            yield from compare_split_batches(ctx, "grads", step, SplitBatches(dict.fromkeys(numbers, 1.0), weights))
+        elif ctx.baseline.spec.name in CHAINS:
             yield from ctx.compare_reduced_grads("grads", micros, step)
         yield from judge_step(ctx, optimizer, ctx.rank_records("grads", step)[0], RecordedStep(step))
         yield from compare_ranks_after_step(ctx, RecordedStep(step + 1))

@@ -84,6 +84,7 @@ class LosesTheFirstMicroBatchOfExperts(KnowsItsExperts):
 @mutant(
     FaultKind.OPTIMIZER,
     on_steps("training.optimizer_options", "sgd_rate_rises_from_0", Part.OPTIMIZER),
+    on_steps("training.free_running", "", Part.OPTIMIZER, model="mlp_routed"),
     origin=Origin.MESH,
 )
 class StepsExpertsByTheFirstRate(KnowsItsExperts):

@@ -29,9 +29,13 @@ def on_pipeline(
     variant: str = "gpipe",
     cause: str = "",
     world_size: int = 2,
+    mesh: str = "pp2",
 ) -> Target:
-    """Return a target on a pipeline of two stages; with four ranks each stage has two ranks of data parallelism."""
-    return Target(law, part, model, variant, parameter=parameter, cause=cause, world_size=world_size, mesh="pp2")
+    """Return a target on a pipeline of two stages; with four ranks each stage has two ranks of data parallelism, or tp.
+
+    ``mesh`` says which.
+    """
+    return Target(law, part, model, variant, parameter=parameter, cause=cause, world_size=world_size, mesh=mesh)
 
 
 class OverPipeline(Around):

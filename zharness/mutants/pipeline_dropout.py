@@ -18,9 +18,15 @@ from zharness.workload.exact_heads import Dropout
 from zharness.workload.generators import fork_seeded_generators
 
 
-def on_dropout(variant: str, parameter: str = "masks of *", part: Part = Part.FORWARD, world_size: int = 2) -> Target:
+def on_dropout(
+    variant: str,
+    parameter: str = "masks of *",
+    part: Part = Part.FORWARD,
+    world_size: int = 2,
+    mesh: str = "pp2",
+) -> Target:
     """Return a target of the law of dropout in a pipeline."""
-    return on_pipeline(part, "dropped_chain", parameter, "pipeline.dropout", variant, world_size=world_size)
+    return on_pipeline(part, "dropped_chain", parameter, "pipeline.dropout", variant, world_size=world_size, mesh=mesh)
 
 
 def find_dropout(module: nn.Module, name: str) -> Dropout | None:
@@ -86,7 +92,28 @@ class SeedsReplicasAlike(SeedsBatches):
         return self.config.mesh.coordinates(dist.get_rank(), dist.get_world_size())[PIPELINE]
 
 
-@mutant(FaultKind.GRAPH, on_dropout("zero_bubble", "blocks.*", Part.REDUCTION), origin=Origin.MESH)
+@mutant(
+    FaultKind.RANKS,
+    on_dropout("gpipe", world_size=4, mesh="pp2.tp2"),
+    on_dropout("interleaved_recomputed", world_size=4, mesh="pp2.tp2"),
+    origin=Origin.MESH,
+)
+class SeedsTensorRanksApart(SeedsBatches):
+    """The second rank of tp draws from another seed, so that it drops other elements of activations that are whole."""
+
+    batches = 0
+
+    def choose_seed(self) -> int:
+        self.batches += 1
+        return 4 * self.batches + dist.get_rank()
+
+
+@mutant(
+    FaultKind.GRAPH,
+    on_dropout("zero_bubble", "blocks.*", Part.REDUCTION),
+    on_dropout("zero_bubble", "blocks.*", Part.REDUCTION, world_size=4, mesh="pp2.tp2"),
+    origin=Origin.MESH,
+)
 class BackwardOfAStageKnowsNoMask(OverPipeline):
     """The gradient of an element of the third block does not know whether the element was dropped."""
 

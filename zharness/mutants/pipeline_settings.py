@@ -206,6 +206,14 @@ class LosesOneOfMoreThanSixMicroBatches(ChangesGradients):
     FaultKind.SHARDS,
     on_pipeline(model="random_chain", parameter="blocks.*", variant="1f1b"),
     on_pipeline(model="random_chain", parameter="blocks.*", law="pipeline.any_order", variant="interleaved"),
+    on_pipeline(
+        model="random_chain",
+        parameter="blocks.*",
+        law="pipeline.any_order",
+        variant="interleaved",
+        world_size=4,
+        mesh="pp2.tp2",
+    ),
     origin=Origin.MESH,
 )
 class DoesNotDivideOddWeights(ChangesGradients):
@@ -230,6 +238,7 @@ class AveragesTiedBiasesFromTheThirdBatch(ChangesGradients):
 @mutant(
     FaultKind.STATE,
     on_pipeline(Part.FORWARD, "random_chain", "loss*", "pipeline.resume", ""),
+    on_pipeline(Part.FORWARD, "random_chain", "loss*", "pipeline.resume", "", world_size=4, mesh="pp2.tp2"),
     on_pipeline(Part.GATHER, "chain", "blocks.2.*", "pipeline.buffers", "loaded"),
     origin=Origin.MESH,
 )

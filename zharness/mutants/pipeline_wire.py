@@ -24,6 +24,11 @@ def on_wire(part: Part, parameter: str, variant: str = "gpipe") -> Target:
     return on_pipeline(part, "random_chain", parameter, variant=variant)
 
 
+def on_split_wire(law: str = "pipeline.training", variant: str = "gpipe", parameter: str = "blocks.*") -> Target:
+    """Return a target on the same model beside tp, which rounds losses in parts, so that gradients alone are judged."""
+    return on_pipeline(Part.REDUCTION, "random_chain", parameter, law, variant, world_size=4, mesh="pp2.tp2")
+
+
 class ChangesAMessage(OverPipeline):
     """The base class of mutants that change what a block at the end of a stage sends."""
 
@@ -38,7 +43,13 @@ class ChangesAMessage(OverPipeline):
         raise NotImplementedError
 
 
-@mutant(FaultKind.REDUCE_DTYPE, on_wire(Part.FORWARD, "loss*"), origin=Origin.MESH)
+@mutant(
+    FaultKind.REDUCE_DTYPE,
+    on_wire(Part.FORWARD, "loss*"),
+    on_split_wire(),
+    on_split_wire("pipeline.learning_rate", ""),
+    origin=Origin.MESH,
+)
 class SendsActivationsInHalfPrecision(ChangesAMessage):
     """A stage sends its output to the next one in fp16, and gets the gradient in full."""
 
@@ -46,7 +57,13 @@ class SendsActivationsInHalfPrecision(ChangesAMessage):
         return output + (output.half().to(output.dtype) - output).detach()
 
 
-@mutant(FaultKind.REDUCE_DTYPE, on_wire(Part.REDUCTION, "blocks.0.*", "1f1b"), origin=Origin.MESH)
+@mutant(
+    FaultKind.REDUCE_DTYPE,
+    on_wire(Part.LOCAL_GRADIENT, "blocks.0.*", "1f1b"),
+    on_split_wire(variant="1f1b", parameter="blocks.[01].*"),
+    on_split_wire("pipeline.any_order", "1f1b", "blocks.[01].*"),
+    origin=Origin.MESH,
+)
 class SendsGradientsOfActivationsInHalfPrecision(ChangesAMessage):
     """A stage gets its input in full, and sends the gradient of it back in bf16."""
 

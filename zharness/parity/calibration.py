@@ -10,28 +10,22 @@ ranks have parts of a local gradient, the mean of one backward is judged by tier
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from zharness.parity.baseline import Baseline, convert_to_float64, run_backward, run_local
+from zharness.parity.baseline import Baseline
 from zharness.parity.compare import build_mismatch
 from zharness.parity.comparison import Comparison, MismatchTensors, TensorLocation, Tier
-from zharness.parity.sample_draws import SharedDrawError, find_sample_dims, permute_rows, record_draws, replay_draws
-from zharness.parity.wide_floats import widen_named_dtypes
-from zharness.workload import Batch
+from zharness.parity.sample_runs import CALIBRATION_RUNS, Grads, record_runs
 
-CALIBRATION_RUNS = 8
 # An engine may reach the plain runs' maximum times these factors, which were measured to separate right kernels
 # from wrong ones.
 LARGEST_FACTOR, SPREAD_FACTOR, SCALE_FACTOR = 2.0, 1.5, 4.0
-INDEPENDENCE_TOLERANCE = 2**-30  # far above float64's rounding, far below any dependence between samples
 UNIT_FLOOR = 0.1  # smallest unit of an element, as a share of the root mean square of s
-
-Grads = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -61,106 +55,6 @@ class Calibration:
         return {name: (grads[name].double() - truth) / self.units[name] for name, truth in self.oracle.items()}
 
 
-@dataclass(frozen=True)
-class SampleRuns:
-    """Runs of plain PyTorch on some samples of one rank's micro-batch, each of which meets the same random numbers.
-
-    ``loss_weights`` has a factor for the loss of each rank; it counts where a SyncBatchNorm joins the ranks. ``draws``
-    are the random tensors that the forward and backward of the whole micro-batch drew, and ``sample_dims`` the
-    dimension of each that counts samples. ``params`` are the weights (None: the initial ones).
-    """
-
-    baseline: Baseline
-    rank: int
-    step: int
-    loss_weights: tuple[float, ...]
-    draws: tuple[Tensor, ...]
-    sample_dims: tuple[int, ...] = ()
-    params: Grads | None = None
-
-    @property
-    def batch(self) -> Batch:
-        """The micro-batch of the rank."""
-        return self.baseline.batch(self.rank, self.step)
-
-    @classmethod
-    def record(
-        cls, baseline: Baseline, rank: int, step: int, loss_weights: tuple[float, ...] = (), params: Grads | None = None
-    ) -> SampleRuns:
-        """Run the whole micro-batch to record what it draws, and half of it to find its samples in these numbers.
-
-        Raises SharedDrawError.
-        """
-
-        def record_part(part: Batch) -> tuple[Tensor, ...]:
-            """Return what a run of ``part`` draws."""
-            model = baseline.build_module(params)  # outside the recording: initializing weights draws numbers too
-            return record_draws(lambda: plain_gradients(baseline, model, part))
-
-        batch = baseline.batch(rank, step)
-        draws = record_part(batch)
-        if not draws:
-            return cls(baseline, rank, step, loss_weights, draws, params=params)
-        half = batch.map_tensors(lambda tensor: tensor[: max(1, batch.num_samples // 2)])
-        try:
-            drawn_by_half = record_part(half)
-        except Exception as error:
-            raise SharedDrawError(f"the model does not run on half of its samples ({type(error).__name__})") from error
-        return cls(baseline, rank, step, loss_weights, draws, find_sample_dims(draws, drawn_by_half), params)
-
-    def compute_grads(self, rows: Tensor, wide: bool = False) -> Grads:
-        """Return the gradients of the samples ``rows`` in a new plain model, in float64 if ``wide`` is set.
-
-        Where a SyncBatchNorm joins the ranks, they are the sum over all ranks of what the weighted losses give.
-        Raises SharedDrawError if random numbers cannot be assigned to samples.
-        """
-        chosen, model = self.batch.map_tensors(lambda tensor: tensor[rows]), self.baseline.build_module(self.params)
-        if self.baseline.joins_ranks:
-            return self._sum_over_ranks(chosen, wide)
-
-        def run() -> Grads:
-            """Run forward and backward of the chosen samples."""
-            if wide:
-                return run_local(*convert_to_float64(model, chosen), self.baseline.objective).grads
-            return plain_gradients(self.baseline, model, chosen)
-
-        def run_with_draws() -> Grads:
-            """Run the samples with the random numbers that they have in the whole micro-batch."""
-            return replay_draws(run, self.draws, rows, self.batch.num_samples, self.sample_dims)
-
-        try:
-            return run_with_draws()
-        except RuntimeError:  # tensors of two dtypes, if the forward makes a mask in fp32 or casts to it
-            if not wide:
-                raise
-            with widen_named_dtypes():
-                return run_with_draws()
-
-    def _sum_over_ranks(self, chosen: Batch, wide: bool) -> Grads:
-        """Return the sum of all ranks' gradients of their weighted losses, where ``chosen`` is this rank's batch."""
-
-        def run(rank: int) -> Grads:
-            """Run forward and backward of one rank from its weighted loss."""
-            batch = chosen if rank == self.rank else self.baseline.batch(rank, self.step)
-            model = self.baseline.build_module(self.params)
-            if wide:
-                model, batch = convert_to_float64(model, batch)
-            loss = self.baseline.objective(self.baseline.compute_output(model, batch), batch)
-            return run_backward(model, loss * self.loss_weights[rank], self.baseline.loss_scale).grads
-
-        parts = self.baseline.run_ranks(run)
-        return {name: torch.stack([part[name] for part in parts]).sum(0) for name in parts[self.rank]}
-
-    def compute_mean_grads(self, order: Tensor, size: int, wide: bool = False) -> Grads:
-        """Return the mean of the gradients of micro-batches of ``size`` samples, which follow each other in ``order``.
-
-        Raises SharedDrawError as ``compute_grads`` does.
-        """
-        parts = [self.compute_grads(rows, wide) for rows in order.chunk(len(order) // size)]
-        names = dict.fromkeys(name for part in parts for name in part)
-        return {name: torch.stack([part[name] for part in parts if name in part]).sum(0) / len(parts) for name in names}
-
-
 @lru_cache(maxsize=64)
 def calibrate(baseline: Baseline, rank: int, step: int = 0, loss_weights: tuple[float, ...] = ()) -> Calibration:
     """Compute the calibration of one rank's micro-batch at the initial weights.
@@ -174,58 +68,55 @@ def calibrate(baseline: Baseline, rank: int, step: int = 0, loss_weights: tuple[
     return build_calibration(part.oracle, part.squares, part.plain_grads, baseline.eps)
 
 
+@dataclass(frozen=True)
+class MeanTerm:
+    """A micro-batch of a rank whose gradient, times ``factor``, is a term of a mean; the factor is a power of two."""
+
+    rank: int
+    step: int
+    factor: float = 1.0
+
+
 def calibrate_mean_at(params: Grads | None, baseline: Baseline, ranks: int, step: int = 0) -> Calibration:
     """Compute the calibration of the mean gradient of all ranks' micro-batches at ``params`` (None: initial weights).
 
-    Each plain run is the mean of the plain runs of all ranks, in the dtype of the model. Raises SharedDrawError as
+    Raises SharedDrawError as ``calibrate`` does.
+    """
+    return calibrate_sum(params, baseline, [MeanTerm(rank, step) for rank in range(ranks)])
+
+
+def calibrate_sum(
+    params: Grads | None,
+    baseline: Baseline,
+    terms: Sequence[MeanTerm],
+    scale: float = 1.0,
+    left_out: Collection[str] = (),
+) -> Calibration:
+    """Compute the calibration of ``scale`` times the mean of ``terms`` at ``params``, without the names ``left_out``.
+
+    Each plain run is the mean of the plain runs of all terms, in the dtype of the model. Raises SharedDrawError as
     ``calibrate`` does.
     """
-    parts = [record_runs(baseline, rank, step, params=params) for rank in range(ranks)]
-    names = list(parts[0].oracle)
-    oracle = {name: torch.stack([part.oracle[name] for part in parts]).mean(dim=0) for name in names}
-    rank_squares = [part.squares for part in parts if part.squares is not None]
-    squares = (
-        {name: torch.stack([squares[name] for squares in rank_squares]).sum(dim=0) / ranks**2 for name in names}
-        if len(rank_squares) == ranks
-        else None
-    )
-    plain_grads = [
-        {name: torch.stack([grads[name] for grads in runs]).mean(dim=0) for name in names}
-        for runs in zip(*(part.plain_grads for part in parts), strict=False)
-    ]
-    return build_calibration(oracle, squares, plain_grads, baseline.eps)
+    parts = [record_runs(baseline, term.rank, term.step, params=params) for term in terms]
+    factors = [scale * term.factor for term in terms]
+    names = [name for name in parts[0].oracle if name not in left_out]
+
+    def compute_means(grads: Sequence[Grads]) -> Grads:
+        """Return the mean of the gradients of all terms times their factors."""
+        weighed = {name: [factor * each[name] for factor, each in zip(factors, grads, strict=True)] for name in names}
+        return {name: torch.stack(each).mean(dim=0) for name, each in weighed.items()}
+
+    term_squares = [part.squares for part in parts if part.squares is not None]
+    squares = None
+    if len(term_squares) == len(terms):
+        weighed = zip(factors, term_squares, strict=True)
+        rows = [{name: factor**2 * each[name] for name in names} for factor, each in weighed]
+        squares = {name: torch.stack([row[name] for row in rows]).sum(dim=0) / len(terms) ** 2 for name in names}
+    plain_grads = [compute_means(runs) for runs in zip(*(part.plain_grads for part in parts), strict=False)]
+    return build_calibration(compute_means([part.oracle for part in parts]), squares, plain_grads, baseline.eps)
 
 
 calibrate_mean = lru_cache(maxsize=8)(partial(calibrate_mean_at, None))
-
-
-@dataclass(frozen=True)
-class RecordedRuns:
-    """The float64 gradients of a micro-batch, those of CALIBRATION_RUNS plain runs, and what its samples add.
-
-    ``squares`` are the sums of squares of what each sample adds, or None if samples depend on each other.
-    """
-
-    oracle: Grads
-    squares: Grads | None
-    plain_grads: Sequence[Grads]
-
-
-def record_runs(
-    baseline: Baseline, rank: int, step: int, loss_weights: tuple[float, ...] = (), params: Grads | None = None
-) -> RecordedRuns:
-    """Run one rank's micro-batch in float64 and in plain PyTorch. Raises SharedDrawError.
-
-    The plain runs permute the samples, whose sums then round in another order, unless their order counts.
-    """
-    runs = SampleRuns.record(baseline, rank, step, loss_weights, params)
-    oracle = dict(runs.compute_grads(torch.arange(runs.batch.num_samples), wide=True))
-    squares = sum_squares_of_samples(runs, oracle)
-    rows = torch.arange(runs.batch.num_samples)
-    if squares is None and not are_near(runs.compute_grads(rows.flip(0), wide=True), oracle):
-        return RecordedRuns(oracle, None, [runs.compute_grads(rows)])  # a model may know a length for each position
-    plain_grads = [run_permuted_plain(runs, number, squares is not None) for number in range(CALIBRATION_RUNS)]
-    return RecordedRuns(oracle, squares, plain_grads)
 
 
 def build_calibration(oracle: Grads, squares: Grads | None, plain_grads: Sequence[Grads], eps: float) -> Calibration:
@@ -261,57 +152,6 @@ def find_zero_names(oracle: Grads, plain_grads: Sequence[Grads]) -> frozenset[st
 def find_largest_error(name: str, truth: Tensor, plain_grads: Sequence[Grads]) -> float:
     """Return the largest difference between ``truth`` and the gradients ``name``, or 0 if there are no elements."""
     return max(float((grads[name].double() - truth).abs().max()) for grads in plain_grads) if truth.numel() else 0.0
-
-
-def sum_squares_of_samples(runs: SampleRuns, oracle: Grads) -> Grads | None:
-    """Return the sum of squares of what every sample alone adds to the float64 gradient ``oracle``.
-
-    One sample's gradients are in memory at a time. The result is None if the mean of the samples' gradients is not
-    ``oracle``, as where samples depend on each other, or where the loss is not a mean over samples, or if the model
-    refuses a single sample, as batch norm does, or a model that knows the number of samples.
-    """
-    count = runs.batch.num_samples
-    means = {name: torch.zeros_like(truth) for name, truth in oracle.items()}
-    squares = {name: torch.zeros_like(truth) for name, truth in oracle.items()}
-    for row in torch.arange(count).chunk(count):
-        try:
-            grads = runs.compute_grads(row, wide=True)
-        except SharedDrawError:
-            raise
-        except Exception:  # noqa: BLE001 - a user's model may raise anything; it has run on all samples together
-            return None
-        if grads.keys() != oracle.keys():
-            return None
-        for name, grad in grads.items():
-            share = grad / count
-            means[name] += share
-            squares[name] += share.square_()
-    return squares if are_near(means, oracle) else None
-
-
-def are_near(grads: Grads, oracle: Grads) -> bool:
-    """Return whether float64 gradients are ``oracle`` but for rounding, and so do not depend on what was changed."""
-    size = max((float(truth.abs().max()) for truth in oracle.values() if truth.numel()), default=0.0)
-    differences = (float((grads[name] - truth).abs().max()) for name, truth in oracle.items() if truth.numel())
-    return max(differences, default=0.0) <= INDEPENDENCE_TOLERANCE * size
-
-
-def run_permuted_plain(runs: SampleRuns, number: int, splits: bool = True) -> Grads:
-    """Return the plain model's gradients of a batch whose samples are permuted and split into micro-batches.
-
-    ``number`` is the seed of the permutation and determines the size of the micro-batches, over which the gradients are
-    averaged. If ``splits`` is false, the permuted batch stays whole.
-    """
-    samples = runs.batch.num_samples
-    order = permute_rows(samples, number)
-    sizes = [size for size in range(1, samples + 1) if samples % size == 0]
-    return runs.compute_mean_grads(order, sizes[number % len(sizes)] if splits else samples)
-
-
-def plain_gradients(baseline: Baseline, model: nn.Module, batch: Batch) -> Grads:
-    """Return the gradients of ``batch`` in the plain ``model``, whose gradients have to be None."""
-    loss = baseline.objective(baseline.compute_output(model, batch), batch)
-    return run_backward(model, loss, baseline.loss_scale).grads
 
 
 def error_statistics(calibration: Calibration, grads: Grads, names: Sequence[str] | None = None) -> ErrorStatistics:

@@ -34,8 +34,12 @@ LIST_KEYS: Mapping[str, type] = {
     "unless_engine_variants": str,
 }
 FLAG_KEYS = ("user_models",)
-STRING_KEYS = ("engine", "law", "check", "upstream", "reason", "verdict", "releases", "documented", "isolation")
+STRING_KEYS = (
+    *("engine", "law", "check", "upstream", "reason", "verdict", "releases", "documented", "isolation"),
+    "data_coordinates",
+)
 POOLED = "pooled"
+ONE, SEVERAL = "one", "several"  # data coordinates of a mesh
 DEFAULT_KEYS = ("engine", "releases")  # above the tables, for those that do not set them
 AROUND = "around"  # above the tables of a user's file: the engine on which that of the file is built
 TABLES = ("expected_failure", "excuse")  # the second is the older name, as ``check`` is of ``law``
@@ -47,7 +51,9 @@ class ExpectedFailure:
     """One entry of a file: the cells that are known to fail, the reason, and the expected verdict and cause.
 
     The entry covers the laws ``check`` and ``further_laws``, each a name, a group or a glob.
-    An empty tuple matches every value, but without ``meshes`` an entry covers no cell of a mesh. Each text of
+    An empty tuple matches every value, but without ``meshes`` an entry covers no cell of a mesh. An axis of a mesh may
+    have no size, as in ``pp.tp2``, which is any. ``data_coordinates`` is ONE or SEVERAL if a cell has to have one or
+    several of them, or ''. Each text of
     ``engine_variants`` is one part of a setting, or several joined by ``+`` that a cell has together; cells with one of
     ``unless_engine_variants`` are not covered.
     ``releases`` is a version specifier (PEP 440) of the bad releases. The cell has to end with ``verdict``, and one of
@@ -81,6 +87,7 @@ class ExpectedFailure:
     remedy: Mapping[str, Any] = field(default_factory=dict)
     user_models: bool = False
     isolation: str = ""
+    data_coordinates: str = ""
     further_laws: tuple[str, ...] = ()
     location: str = ""
 
@@ -95,7 +102,6 @@ class ExpectedFailure:
         narrowed = (
             (self.stages, cell.stage),
             (self.world_sizes, cell.world_size),
-            (self.meshes or (DEFAULT_MESH.label,), cell.mesh.label),
             (self.dtypes, cell.storage_dtype),
             (() if is_any_model else self.models, cell.model),
             (() if is_any_model else self.variants, split_variant(cell.variant)[0]),
@@ -104,6 +110,8 @@ class ExpectedFailure:
             split_release(cell.engine)[0] == self.engine
             and any(matches_pattern(cell.law, pattern) for pattern in self.laws)
             and all(not allowed or value in allowed for allowed, value in narrowed)
+            and any(map(cell.mesh.has_axes, self.meshes or (DEFAULT_MESH.label,)))
+            and self.data_coordinates in ("", count_data_coordinates(cell))
             and (not self.engine_variants or _names_variant(self.engine_variants, cell.engine_variant))
             and not _names_variant(self.unless_engine_variants, cell.engine_variant)
             and self.applies_to_version(version)
@@ -180,6 +188,11 @@ class ExpectedFailure:
             return False
 
 
+def count_data_coordinates(cell: Cell) -> str:
+    """Return whether the ranks of a cell have ONE micro-batch or SEVERAL."""
+    return ONE if cell.mesh.data_size(cell.world_size) == 1 else SEVERAL
+
+
 def list_bounds(releases: str, operators: Sequence[str]) -> list[Version]:
     """Return the releases that a specifier names with one of ``operators``."""
     return [Version(part.version.removesuffix(".*")) for part in SpecifierSet(releases) if part.operator in operators]
@@ -203,9 +216,15 @@ def load_shipped_failures(engine: str) -> tuple[ExpectedFailure, ...]:
     Those of the engine's options come first (``ENGINE_options.toml``), then those of the engine's own file, and then
     those of the engine that it is built around.
     """
+    return (*load_own_failures(split_release(engine)[0]), *list_failures_around(engine))
+
+
+@cache
+def list_failures_around(engine: str) -> tuple[ExpectedFailure, ...]:
+    """Return the expected failures of the engine that ``engine`` is built around, as those of ``engine``."""
     name = split_release(engine)[0]
     around = BUILT_IN[name].around if name in BUILT_IN else ""
-    return (*load_own_failures(name), *(load_failures_around(around, name) if around else ()))
+    return tuple(load_failures_around(around, name)) if around else ()
 
 
 def load_failures_around(around: str, engine: str) -> Iterator[ExpectedFailure]:
@@ -309,6 +328,9 @@ def parse_entry(entry: Mapping[str, Any], location: str) -> ExpectedFailure:
         raise UsageError.unknown_name(f"verdict of the expected failure at {location}:", entry["verdict"], VERDICTS)
     if entry.get("isolation", POOLED) != POOLED:
         raise UsageError.unknown_name(f"isolation of the expected failure at {location}:", entry["isolation"], [POOLED])
+    if (coordinates := entry.get("data_coordinates", ONE)) not in (ONE, SEVERAL):
+        what = f"number of data_coordinates of the expected failure at {location}:"
+        raise UsageError.unknown_name(what, coordinates, [ONE, SEVERAL])
     if not isinstance(entry.get("remedy", {}), Mapping):
         raise UsageError(f"{location}: got remedy = {entry['remedy']!r}; expected a table of engine options")
     law = entry[spellings[0]]

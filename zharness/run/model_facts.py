@@ -18,8 +18,8 @@ from zharness.errors import UsageError
 from zharness.law_kit.accumulation import build_configured_engine
 from zharness.laws import DTYPES, LAWS, LOSS_SCALES, get_law
 from zharness.parity.baseline import Baseline, LocalResult, is_joined_model, run_backward
-from zharness.parity.calibration import SampleRuns
 from zharness.parity.sample_draws import SharedDrawError
+from zharness.parity.sample_runs import SampleRuns
 from zharness.run.configuration import configuration_for
 from zharness.run.model_memory import GIB, ModelSize, build_within_memory
 from zharness.run.observe_and_judge import build_cell_context, raise_as_usage_error

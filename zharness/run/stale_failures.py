@@ -109,12 +109,15 @@ def has_all_values(entry: ExpectedFailure, ran: Sequence[Record], attempted: set
     mesh needs no cell of its meshes.
     """
     cells = [record.cell for record in ran]
-    meshes = {cell.mesh.label for cell in cells}
+    meshes = {cell.mesh for cell in cells}
     laws = [law for law in find_laws(entry.laws) if law.models and (entry.meshes or not needs_mesh(law))]
     return (
         {law.name for law in laws} <= attempted
         and {*entry.stages} <= {cell.stage for cell in cells}
         and {*entry.world_sizes} <= {cell.world_size for cell in cells}
-        and ({*entry.meshes} <= meshes or DEFAULT_MESH.label in meshes & {*entry.meshes})
+        and (
+            all(any(mesh.has_axes(text) for mesh in meshes) for text in entry.meshes)
+            or (DEFAULT_MESH in meshes and DEFAULT_MESH.label in entry.meshes)
+        )
         and {*entry.dtypes} <= {cell.storage_dtype for cell in cells}
     )

@@ -14,7 +14,13 @@ from zharness.mesh import DEFAULT_MESH, Mesh
 from zharness.names import STAGES
 from zharness.run.cell_planner import PlannedCell
 from zharness.run.claims import get_engine_version
-from zharness.run.expected_failures import ExpectedFailure, expected_failures_for
+from zharness.run.expected_failures import (
+    ONE,
+    SEVERAL,
+    ExpectedFailure,
+    expected_failures_for,
+    list_failures_around,
+)
 from zharness.run.law_variants import select_models
 from zharness.run.matching_failures import list_matchable_entries
 from zharness.run.mesh_claims import explain_unclaimed_mesh
@@ -53,7 +59,7 @@ def describe_unmatched_failures(
             if error:
                 descriptions.append(f"{entry.location}: {what} names a model that cannot be imported: {error}")
             elif is_in_run and is_fully_run(
-                list(iter_covered_cells(entry, engine, version, claims)), run_cells, engine
+                list(iter_covered_cells(entry, engine, version, claims)), run_cells, is_own=is_own_entry(entry, engine)
             ):
                 descriptions.append(
                     f"{entry.location}: no cell of {entry.engine} {version} matches {what}, or an earlier entry "
@@ -98,16 +104,23 @@ def names_nothing(model: str, cause: BaseException | None) -> bool:
     return cause is None or (isinstance(cause, ModuleNotFoundError) and f"{module}.".startswith(f"{cause.name}."))
 
 
-def is_fully_run(covered: Sequence[PlannedCell], run_cells: Set[Cell], engine: str) -> bool:
+def is_own_entry(entry: ExpectedFailure, engine: str) -> bool:
+    """Return whether an entry was written for ``engine`` as it is installed.
+
+    An entry of a release, or of the engine that ``engine`` is built around, may be for laws that ``engine`` lacks.
+    """
+    return split_release(engine)[1] is None and entry not in list_failures_around(engine)
+
+
+def is_fully_run(covered: Sequence[PlannedCell], run_cells: Set[Cell], *, is_own: bool) -> bool:
     """Return whether all supported cells of ``covered`` were run.
 
-    If no cell is supported, return whether any cell was run, or False if ``engine`` names a release, because the
-    release may lack what the law needs.
+    If no cell is supported, return whether any cell was run and the entry ``is_own``: written for this very engine.
     """
     supported = [cell for cell in covered if not cell.unsupported_reason]
     if supported:
         return all(cell.cell in run_cells for cell in supported)
-    if split_release(engine)[1] is not None:
+    if not is_own:
         return False
     return not covered or any(cell.cell in run_cells for cell in covered)
 
@@ -117,8 +130,9 @@ def iter_covered_cells(
 ) -> Iterator[PlannedCell]:
     """Yield all cells that an expected failure covers, whether or not a run has them.
 
-    An entry without world sizes counts as an entry for 2 ranks. A mesh has cells of the world sizes that it fits, if
-    the engine claims its axes; an older release may not.
+    An entry without world sizes counts as an entry for 2 ranks, or for as many as its mesh and ``data_coordinates``
+    need: one or two of them. An axis of any size counts as one of 2. A mesh has cells of the world sizes that it fits,
+    if the engine claims its axes; an older release may not.
     """
     capabilities = first_buildable_claims(engine, STAGES, claims)
     engine_stages = capabilities.stages
@@ -129,11 +143,13 @@ def iter_covered_cells(
     if user_models and not any(list(select_models(law, user_models)) for law in find_laws(expected_failure.laws)):
         return
     settings = product(expected_failure.engine_variants or ("",), expected_failure.meshes or (DEFAULT_MESH.label,))
+    data_size = {ONE: 1, SEVERAL: 2}.get(expected_failure.data_coordinates)
     for engine_variant, label in settings:
-        mesh = Mesh.parse(label)
+        mesh = Mesh.parse_smallest(label)
         world_sizes = [
             size
-            for size in expected_failure.world_sizes or (2,)
+            for size in expected_failure.world_sizes
+            or (mesh.world_size(data_size) if data_size else max(2, mesh.smallest_world),)
             if not mesh.explain_misfit(size) and not explain_unclaimed_mesh(engine, mesh, size, capabilities)
         ]
         if not world_sizes:

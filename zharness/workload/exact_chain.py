@@ -250,7 +250,7 @@ PIPELINE_MODELS = (
         split=SPLIT_BLOCKS,
     ),
     PipelineModel("tied_ends", "two blocks between two calls of one layer", TiedEndsModel, TIED_ENDS_PLAN),
-    PipelineModel("dropped_chain", "four blocks with dropout", DroppedChainModel),
+    PipelineModel("dropped_chain", "four blocks with dropout", DroppedChainModel, split=SPLIT_BLOCKS),
 )
 
 # Functions that draw inputs and targets, and the other fields of a ModelSpec.

@@ -344,6 +344,7 @@ MODELS: dict[str, ModelSpec] = {
             batch=_draw_ternary_batch,
             loss=_mse,
             pp_plan=exact_chain.PIPELINE_PLAN,
+            tp_plan=exact_chain.SPLIT_BLOCKS,
         ),
         *(
             ModelSpec(batch=partial(_draw_parts, draw), **fields)

@@ -1,0 +1,98 @@
+"""Define mutants that break experts in other losses, buffers and what is saved. They need DeepSpeed."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from torch import Tensor, nn
+
+from zharness.mutants.mesh_experts import OverExperts
+from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.parity import Part
+from zharness.workload.exact_routed import EXPERTS
+
+
+def on_routed(law: str, part: Part, model: str, variant: str = "", parameter: str = "*") -> Target:
+    """Return a target on two ranks that split four experts, on a model of a law that is stated for any mesh."""
+    return Target(law, part, model, variant, parameter=parameter, mesh="ep2")
+
+
+class OverLastExperts(OverExperts):
+    """The base class of mutants of which the last rank of the experts alone is broken, without ZeRO."""
+
+    stages = (0,)
+    is_last = False
+
+    def spoil(self, layer: Any) -> None:
+        self.is_last = self.place == self.size - 1
+
+
+@mutant(
+    FaultKind.CLIPPING,
+    on_routed("training.loss_scale_power", Part.REDUCTION, "mlp_routed", parameter="moe.experts.*"),
+    origin=Origin.MESH,
+)
+class LimitsTheGradientOfExperts(OverLastExperts):
+    """What flows back to the experts from the last rank is not larger than that of a loss whose weights are 1."""
+
+    def spoil(self, layer: Any) -> None:
+        super().spoil(layer)
+        layer.register_forward_hook(self.limit)
+
+    def limit(self, _layer: nn.Module, _inputs: Any, output: Tensor) -> None:
+        """Limit the gradient of the output of a layer of experts."""
+        if self.is_last and output.requires_grad:
+            limit = 1 / len(output)
+            output.register_hook(lambda grad: grad.clamp(-limit, limit))  # type: ignore[no-untyped-call]
+
+
+@mutant(
+    FaultKind.STATE,
+    on_routed("state.consolidate", Part.GATHER, "mixed_routed", parameter="moe.experts.*"),
+    origin=Origin.MESH,
+)
+class NamesExpertsInReversedOrder(OverExperts):
+    """The full state dict has the experts of the last rank under the names of the first rank's, and the other way."""
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        full: dict[str, Tensor] = self.right.full_state_dict()
+        return {name: full[self.mirror(name)] for name in full}
+
+    def mirror(self, name: str) -> str:
+        """Return the name of the expert as far from the end as that of ``name`` is from the beginning."""
+        last = EXPERTS - 1 if self.size > 1 else 0
+        return re.sub(r"(?<=\.experts\.)\d+", lambda number: str(abs(last - int(number[0]))), name)
+
+
+@mutant(
+    FaultKind.STALE,
+    on_routed("mesh.buffers", Part.FORWARD, "routed", parameter="seen_sum"),
+    on_routed("training.buffers", Part.FORWARD, "stateful_routed", parameter="norm.running*"),
+    origin=Origin.MESH,
+)
+class BuffersStandStillOnTheLastExpertRank(OverLastExperts):
+    """A forward on the last rank of the experts runs on copies of the buffers, so that they keep their first values."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        before = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+        output = self.right(*args, **kwargs)
+        for name, buffer in self.module.named_buffers() if self.is_last else ():
+            buffer.data = before[name]
+        return output
+
+
+@mutant(
+    FaultKind.AUTOCAST,
+    on_routed("precision.buffers_keep_dtype", Part.OPTIMIZER, "mixed_routed", "declared", "shift"),
+    on_routed("state.buffer_kinds", Part.GATHER, "random_routed", "float32", "values of the buffer, trained"),
+    origin=Origin.MESH,
+)
+class RoundsTheBuffersOfTheLastExpertRank(OverLastExperts):
+    """A step rounds the buffers of the last rank of the experts to bf16."""
+
+    def step(self) -> None:
+        self.right.step()
+        for buffer in self.module.buffers() if self.is_last else ():
+            if buffer.is_floating_point():
+                buffer.copy_(buffer.bfloat16())

@@ -1,0 +1,80 @@
+"""Define mutants of sequences and experts that read memory which nothing wrote, or call too much in Python.
+
+They need DeepSpeed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zharness.mutants.around import Around
+from zharness.mutants.mesh_context import OverUlysses
+from zharness.mutants.mesh_experts import OverExperts
+from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.parity import Part
+
+
+def add_unwritten(output: Tensor) -> Tensor:
+    """Return ``output`` and memory that nothing wrote, multiplied by the mask of its padding, which is 0."""
+    return output + 0 * torch.empty_like(output)
+
+
+@mutant(
+    FaultKind.STALE,
+    Target("resources.poisoned_memory", Part.FORWARD, "mlp_context", parameter="loss", mesh="cp2"),
+    origin=Origin.MESH,
+)
+class MasksThePaddingOfPartsByZero(OverUlysses):
+    """The parts of the output are joined in padded memory, whose padding is multiplied by 0 and never written."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.right(*args, **kwargs)
+        return add_unwritten(output) if self.size > 1 else output
+
+
+@mutant(
+    FaultKind.STALE,
+    Target("resources.poisoned_memory", Part.FORWARD, "mlp_routed", parameter="loss", mesh="ep2"),
+    origin=Origin.MESH,
+)
+class MasksThePlacesOfMissingTokensByZero(OverExperts):
+    """The places of an expert that no token takes are multiplied by 0 and never written."""
+
+    def spoil(self, layer: Any) -> None:
+        layer.experts.register_forward_hook(lambda _module, _inputs, output: add_unwritten(output))
+
+
+class LooksForNames(Around):
+    """A base class of mutants that look for the name of each parameter among those of all, after each backward."""
+
+    size: int
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        self.right.backward(loss, retain_graph=retain_graph)
+        for parameter in self.module.parameters() if self.size > 1 else ():
+            self.find_name(parameter)
+
+    def find_name(self, parameter: nn.Parameter) -> str:
+        """Return the name of a parameter of the module."""
+        return next(name for name, each in self.module.named_parameters() if each is parameter)
+
+
+@mutant(
+    FaultKind.RESOURCES,
+    Target("resources.hook_count", model="mlp_context", parameter="calls", mesh="cp2"),
+    origin=Origin.MESH,
+)
+class LooksForTheNameOfEachPart(LooksForNames, OverUlysses):
+    """Looks for the name of each gradient that it sums over a sequence among all names."""
+
+
+@mutant(
+    FaultKind.RESOURCES,
+    Target("resources.hook_count", model="mlp_routed", parameter="calls", mesh="ep2"),
+    origin=Origin.MESH,
+)
+class LooksForTheNameOfEachExpert(LooksForNames, OverExperts):
+    """Looks for the name of each gradient among all names, to know whether it is an expert's."""
