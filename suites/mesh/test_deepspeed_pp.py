@@ -39,6 +39,10 @@ CELLS = {
     "pipeline.any_order[deepspeed_pp-zero0-w2.pp2-fp32-chain-clipped]": Verdict.FAIL,
     "pipeline.dropout[deepspeed_pp-zero1-w2.pp2-fp32-dropped_chain-dualpipev_recomputed]": Verdict.PASS,
     "pipeline.buffers[deepspeed_pp-zero0-w2.pp2-fp32-chain-evaluated]": Verdict.FAIL,
+    "pipeline.token_loss[deepspeed_pp-zero1-w4.pp2-fp32-token_chain-dualpipev]": Verdict.PASS,
+    "pipeline.replicas[deepspeed_pp-zero1-w4.pp2-fp32-tied_ends-1f1b]": Verdict.PASS,
+    "pipeline.wire[deepspeed_pp-zero1-w4.pp2-fp32-skips-dualpipev]": Verdict.PASS,
+    "pipeline.wire[deepspeed_pp-zero0-w4.pp2-bf16-chain-1f1b]": Verdict.PASS,
 }
 PP2 = Mesh.parse("pp2")
 

@@ -64,6 +64,18 @@ CELLS = {
     "pipeline.buffers[torch_pp-zero0-w2.pp2-fp32-chain-first]": Verdict.FAIL,
     "pipeline.buffers[torch_pp{fully_shard}-zero0-w4.pp2-fp32-chain-loaded]": Verdict.PASS,
     "pipeline.resume[torch_pp-zero0-w2.pp2-fp32-chain-unstepped]": Verdict.FAIL,
+    "pipeline.token_loss[torch_pp-zero0-w2.pp2-fp32-token_chain-zbv]": Verdict.PASS,
+    "pipeline.token_loss[torch_pp-zero0-w4.pp2-fp32-token_chain-1f1b]": Verdict.PASS,
+    "pipeline.token_loss[torch_pp-zero0-w4.pp2-fp32-token_chain-zbv]": Verdict.FAIL,
+    "pipeline.token_loss[torch_pp-zero0-w4.pp2.tp2-fp32-token_chain-interleaved]": Verdict.PASS,
+    "pipeline.replicas[torch_pp-zero0-w4.pp4-fp32-tied_chain-gpipe]": Verdict.PASS,
+    "pipeline.replicas[torch_pp-zero0-w4.pp2-fp32-tied_chain-zero_bubble]": Verdict.FAIL,
+    "pipeline.replicas[torch_pp-zero0-w4.pp2.tp2-fp32-tied_chain-1f1b]": Verdict.PASS,
+    "pipeline.wire[torch_pp-zero0-w2.pp2-fp32-skips-zbv]": Verdict.PASS,
+    "pipeline.wire[torch_pp-zero0-w4.pp2-bf16-chain-gpipe]": Verdict.PASS,
+    "pipeline.wire[torch_pp-zero0-w4.pp2-fp32-chain-1f1b]": Verdict.PASS,
+    "pipeline.wire[torch_pp-zero0-w4.pp2-fp32-chain-first]": Verdict.FAIL,
+    "pipeline.wire[torch_pp{resharded}-zero0-w4.pp2-fp32-skips-zbv]": Verdict.FAIL,
 }
 PP2 = Mesh.parse("pp2")
 
@@ -126,6 +138,10 @@ def test_each_rank_owns_the_parameters_of_its_stage_and_has_no_forward() -> None
     [
         (EngineConfig(mesh=PP2, pp_plan=("0",)), "has 1 modules"),
         (EngineConfig(mesh=PP2, pp_plan=("0", "1"), options={"width": 2}), "unknown option"),
+        (
+            EngineConfig(mesh=PP2, pp_plan=("0", "1"), dtype="bf16", options={"data_parallel": "ddp"}),
+            "only fully_shard keeps fp32 weights",
+        ),
     ],
 )
 def test_a_config_that_a_pipeline_cannot_have_is_refused(config: EngineConfig, words: str) -> None:

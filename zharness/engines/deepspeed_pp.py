@@ -44,6 +44,7 @@ Loss = Callable[[Any, Any], Tensor]
 _FORMATS = f"a checkpoint of a pipeline has a file for each layer, and no others ({DOCUMENTATION})"
 CAPABILITIES = Capabilities(
     stages=frozenset({0, 1}),  # 'ZeRO-2 and ZeRO-3 are incompatible with pipeline parallelism' (pipe/engine.py)
+    dtypes=frozenset({"fp32", "bf16"}),
     refuses={
         Feature.UNIVERSAL_CHECKPOINT: _FORMATS,
         Feature.LOSS_SCALER: "the CPU accelerator refuses the fp16 section (engine.py, _do_sanity_check)",

@@ -2,8 +2,9 @@
 
 Each rank has one stage, or several for a schedule that interleaves them, and its optimizer updates their parameters
 alone. The schedule runs the forwards and backwards of a step: ``train_batch``. Ranks that the axis pp leaves over are
-data parallel within each stage, by DDP or ``fully_shard``, which torch's stages know. The axis tp splits the modules
-of a stage, as ``parallelize_module`` does: ranks at one coordinate of tp form a pipeline.
+data parallel within each stage, by DDP or ``fully_shard``, which torch's stages know; in bf16 every stage is in
+``fully_shard``, whose mixed precision keeps fp32 weights. The axis tp splits the modules of a stage, as
+``parallelize_module`` does: ranks at one coordinate of tp form a pipeline.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from zharness.engines import optimizers
+from zharness.engines.fsdp2_options import build_precision_policy
 from zharness.engines.protocol import (
     Absent,
     CallForm,
@@ -47,7 +49,7 @@ SCHEDULE, DATA_PARALLEL = "schedule", "data_parallel"
 DDP, FULLY_SHARD = "ddp", "fully_shard"
 RESHARD = "reshard_after_forward"
 # fully_shard makes two parameters of a weight that two stages have.
-UNTIED = frozenset({"chain", "skips", "dropped_chain"})
+UNTIED = frozenset({"chain", "skips", "dropped_chain", "token_chain"})
 Loss = Callable[[Any, Any], Tensor]
 
 
@@ -88,6 +90,7 @@ SCHEDULES: Mapping[str, ScheduleKind] = {
 _LEFT_TO_THE_CALLER = f"the schedules leave it to the caller ({DOCUMENTATION})"
 CAPABILITIES = Capabilities(
     stages=frozenset({0}),
+    dtypes=frozenset({"fp32", "bf16"}),
     refuses={
         **dict.fromkeys((Feature.UNIVERSAL_CHECKPOINT, Feature.LOSS_SCALER), _LEFT_TO_THE_CALLER),
         **dict.fromkeys((Feature.INITIAL_WEIGHTS, Feature.INITIAL_BUFFERS), "a stage has the values of its own ranks"),
@@ -123,7 +126,7 @@ def factory(model: nn.Module, config: EngineConfig) -> PipelineEngine:
     validate_config(config, CAPABILITIES, OPTIONS)
     if PIPELINE not in config.mesh.axes:
         raise ConfigError("got a mesh without the axis pp; expected one such as pp2")
-    has_ddp = config.mesh.data_size(dist.get_world_size()) > 1 and config.options.get(DATA_PARALLEL, DDP) == DDP
+    has_ddp = config.mesh.data_size(dist.get_world_size()) > 1 and choose_data_parallel(config) == DDP
     if has_ddp and TENSOR in config.mesh.axes:
         raise ConfigError(
             f"DDP cannot have stages that tp splits, which are DTensors; set {DATA_PARALLEL} to {FULLY_SHARD}"
@@ -167,18 +170,26 @@ def split_stages(model: nn.Module, config: EngineConfig, names: Sequence[str], t
             apply_plan(model, replace(config, tp_plan=own), tensor_ranks)
 
 
-def wrap_stage(part: StageModule, options: Mapping[str, Any], data_ranks: DeviceMesh) -> nn.Module:
-    """Return a stage wrapped for data parallelism over ``data_ranks``; one rank needs no wrapper.
+def choose_data_parallel(config: EngineConfig) -> str:
+    """Return what a stage is wrapped in: what the option says, or else DDP, which has no mixed precision for bf16."""
+    kind = str(config.options.get(DATA_PARALLEL, DDP if config.dtype == "fp32" else FULLY_SHARD))
+    if kind not in (DDP, FULLY_SHARD):
+        raise ConfigError.unknown_name(DATA_PARALLEL, kind, [DDP, FULLY_SHARD])
+    if kind == DDP and config.dtype != "fp32":
+        raise ConfigError(f"got {DATA_PARALLEL} {DDP} and bf16; only {FULLY_SHARD} keeps fp32 weights beside it")
+    return kind
+
+
+def wrap_stage(part: StageModule, config: EngineConfig, data_ranks: DeviceMesh) -> nn.Module:
+    """Return a stage wrapped for data parallelism over ``data_ranks``; one rank needs no wrapper in fp32.
 
     A stage whose weights are all frozen is not put in DDP, which refuses it. If they are unfrozen later, nothing
     reduces their gradients, so that ranks train different weights: this is the adapter's doing, and not torch's.
 
     Raises ConfigError for an unknown kind.
     """
-    kind = options.get(DATA_PARALLEL, DDP)
-    if kind not in (DDP, FULLY_SHARD):
-        raise ConfigError.unknown_name(DATA_PARALLEL, kind, [DDP, FULLY_SHARD])
-    if data_ranks.size() == 1:
+    kind = choose_data_parallel(config)
+    if data_ranks.size() == 1 and config.dtype == "fp32":
         return part
     if kind == DDP:
         if not any(parameter.requires_grad for parameter in part.parameters()):
@@ -187,7 +198,12 @@ def wrap_stage(part: StageModule, options: Mapping[str, Any], data_ranks: Device
     from torch.distributed.fsdp import fully_shard
 
     for module in (*part.parts, part):
-        fully_shard(module, mesh=data_ranks, reshard_after_forward=options.get(RESHARD, False))
+        fully_shard(
+            module,
+            mesh=data_ranks,
+            reshard_after_forward=config.options.get(RESHARD, False),
+            mp_policy=build_precision_policy(replace(config, options={})),
+        )
     return part
 
 
@@ -258,7 +274,7 @@ class PipelineEngine(WithoutForward):
         self._schedule_class: Any = getattr(pipelining, kind.name)
         numbers, total = kind.stages(rank, size), size * len(kind.stages(rank, size))
         names = split_plan(config.pp_plan, total)
-        if config.options.get(DATA_PARALLEL) == FULLY_SHARD:
+        if choose_data_parallel(config) == FULLY_SHARD:
             refuse_tied_weights(model, names)
         self._total = total
         self._first, self._last = 0 in numbers, total - 1 in numbers
@@ -266,7 +282,7 @@ class PipelineEngine(WithoutForward):
             split_stages(model, config, [name for number in numbers for name in names[number]], devices[TENSOR])
         parts = {number: StageModule([model.get_submodule(name) for name in names[number]]) for number in numbers}
         self._parts: Mapping[int, nn.Module] = {
-            number: wrap_stage(part, config.options, devices[DATA_SHARD]) for number, part in parts.items()
+            number: wrap_stage(part, config, devices[DATA_SHARD]) for number, part in parts.items()
         }
         mine = {id(tensor) for part in parts.values() for tensor in (*part.parameters(), *part.buffers())}
         self._names = [name for name, _ in model.named_parameters()]

@@ -17,7 +17,7 @@ from zharness.law_kit.rank_context import RankContext
 from zharness.mesh import find_chunk
 from zharness.torch_private import resolve_process_group
 
-REDUCE, GATHER = "reduce", "gather"
+REDUCE, GATHER, SEND = "reduce", "gather", "send"
 GRADIENTS, WEIGHTS, ACTIVATIONS = "gradients", "weights", "activations"
 # Operators by name: what they do, and which argument holds the tensors that a rank sends.
 OPERATORS: Mapping[str, tuple[str, int]] = {
@@ -36,7 +36,7 @@ OPERATORS: Mapping[str, tuple[str, int]] = {
     "c10d::broadcast_": (GATHER, 0),
     "c10d::gather_": (GATHER, 1),
     "c10d::scatter_": (GATHER, 1),
-    "c10d::send": (GATHER, 0),
+    "c10d::send": (SEND, 0),
     "_c10d_functional::all_reduce": (REDUCE, 0),
     "_c10d_functional::all_reduce_": (REDUCE, 0),
     "_c10d_functional::all_reduce_coalesced": (REDUCE, 0),
@@ -50,9 +50,11 @@ OPERATORS: Mapping[str, tuple[str, int]] = {
     "_c10d_functional::all_to_all_single": (GATHER, 0),
     "_c10d_functional::broadcast": (GATHER, 0),
     "_c10d_functional::broadcast_": (GATHER, 0),
-    "_c10d_functional::isend": (GATHER, 0),
+    "_c10d_functional::isend": (SEND, 0),
     "_dtensor::shard_dim_alltoall": (GATHER, 0),
 }
+# Which argument of those that send to one rank is this rank's number in the group.
+DESTINATIONS: Mapping[str, int] = {"c10d::send": 2, "_c10d_functional::isend": 1}
 # Operators that send no elements.
 SILENT = frozenset(
     {
@@ -71,17 +73,21 @@ NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor
 
 @dataclass(frozen=True, order=True)
 class Sent:
-    """A kind of message: what is sent, by reducing or gathering, along which axes of the mesh, and in which dtype."""
+    """A kind of message: what is sent, by reducing, gathering or to one rank, along which axes, and in which dtype.
+
+    ``receiver`` has the coordinates on these axes of the one rank to which it is sent, or is empty.
+    """
 
     content: str
     action: str
     axes: str
     dtype: str
+    receiver: str = ""
 
     @property
     def name(self) -> str:
         """The name under which a rank records the number of its elements."""
-        return "/".join((self.content, self.action, self.axes, self.dtype))
+        return "/".join((self.content, self.action, self.axes, self.dtype, self.receiver))
 
     @classmethod
     def parse(cls, name: str) -> Sent:
@@ -93,9 +99,9 @@ class CollectiveObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
     """Counts the elements of floating-point tensors that this rank sends inside the ``with`` block, by ``Sent``.
 
     A tensor of one element is a flag, a loss or a norm, and is not counted.
-    Tensors of ``activation_dims`` dimensions or more are activations, and others gradients if they are reduced, or
-    weights if they are gathered. Autograd runs a backward on a CPU in the thread that calls it, so that this mode sees
-    it too; collectives of C++ code, such as DDP's, pass the dispatcher by.
+    Tensors of ``activation_dims`` dimensions or more, and all that are sent to one rank, are activations, and others
+    gradients if they are reduced, or weights if they are gathered. Autograd runs a backward on a CPU in the thread that
+    calls it, so that this mode sees it too, and what DDP's hooks in it reduce.
     """
 
     def __init__(self, ctx: RankContext, activation_dims: int) -> None:
@@ -109,20 +115,25 @@ class CollectiveObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
 
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor runs first, and its collectives come here; so does torch's CommDebugMode
-        operator = find_operator(func.name().partition(".")[0])
-        if operator is not None:
-            self._count(*operator, args, (kwargs or {}).values())
+        name = func.name().partition(".")[0]
+        if find_operator(name) is not None:
+            self._count(name, args, (kwargs or {}).values())
         return func(*args, **(kwargs or {}))
 
-    def _count(self, action: str, position: int, args: Sequence[Any], named: Iterable[Any]) -> None:
-        """Count the tensors of one call."""
+    def _count(self, name: str, args: Sequence[Any], named: Iterable[Any]) -> None:
+        """Count the tensors of one call of the operator ``name``."""
+        action, position = OPERATORS[name]
         group = next(filter(None, map(resolve_process_group, (*args, *named))), None)
-        axes = "" if group is None else find_axes(self._ctx, dist.get_process_group_ranks(group))
+        ranks = [] if group is None else dist.get_process_group_ranks(group)
+        if ranks and action == SEND:
+            ranks = [self._ctx.rank, ranks[args[DESTINATIONS[name]]]]
+        axes = find_axes(self._ctx, ranks)
+        receiver = find_coordinates(self._ctx, ranks[1], axes) if axes and action == SEND else ""
         for tensor in flatten(args[position]) if axes else ():
             if tensor.is_floating_point() and tensor.numel() > 1:
-                dims = tensor.dim()
-                content = ACTIVATIONS if dims >= self._activation_dims else GRADIENTS if action == REDUCE else WEIGHTS
-                sent = Sent(content, action, axes, str(tensor.dtype).removeprefix("torch."))
+                is_activation = action == SEND or tensor.dim() >= self._activation_dims
+                content = ACTIVATIONS if is_activation else GRADIENTS if action == REDUCE else WEIGHTS
+                sent = Sent(content, action, axes, str(tensor.dtype).removeprefix("torch."), receiver)
                 self.elements[sent] += tensor.numel()
 
 
@@ -142,9 +153,15 @@ def flatten(value: Any) -> list[Tensor]:
 
 
 def find_axes(ctx: RankContext, ranks: Sequence[int]) -> str:
-    """Return the axes of the mesh along which ``ranks`` differ, joined by commas; '' for one rank."""
+    """Return the axes of the mesh along which ``ranks`` differ, joined by commas; '' for one rank, or none."""
     places = [ctx.config.mesh.coordinates(rank, ctx.world_size) for rank in ranks]
-    return ",".join(axis for axis in places[0] if len({place[axis] for place in places}) > 1)
+    return ",".join(axis for axis in (places[0] if places else ()) if len({place[axis] for place in places}) > 1)
+
+
+def find_coordinates(ctx: RankContext, rank: int, axes: str) -> str:
+    """Return the coordinates of ``rank`` on ``axes``, both joined by commas."""
+    place = ctx.config.mesh.coordinates(rank, ctx.world_size)
+    return ",".join(str(place[axis]) for axis in axes.split(","))
 
 
 @dataclass(frozen=True)

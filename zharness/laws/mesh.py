@@ -208,14 +208,20 @@ def judge_owners(ctx: JudgeContext, name: str, tensor: Tensor, owned: Sequence[S
 def compare_replicas(
     ctx: JudgeContext, name: str, part: Part, owned: Sequence[Spans], shards: Sequence[Tensor]
 ) -> Iterator[Comparison]:
-    """Compare each rank's shard with that of the rank at coordinate 0 of an axis, if both own the same elements."""
+    """Compare each rank's shard with that of the first rank along an axis that owns the same elements."""
     for axis, size in ctx.mesh.shape(ctx.world_size).items():
         for rank in range(ctx.world_size) if size > 1 else ():
-            first = ctx.mesh.rank_at_start(axis, rank, ctx.world_size)
-            if first != rank and owned[rank] and owned[rank] == owned[first]:
+            first = find_replica(ctx, axis, rank, owned)
+            if first != rank and owned[rank]:
                 place = ctx.location(name, part, 0, rank)
                 hint = f"along {axis} it differs from its replica on rank {first}"
                 yield add_hint(compare_bitwise(place, shards[first], shards[rank]), hint)
+
+
+def find_replica(ctx: JudgeContext, axis: str, rank: int, owned: Sequence[Spans]) -> int:
+    """Return the first rank along ``axis`` that owns the same elements as ``rank``, which may be this rank itself."""
+    starts = [ctx.mesh.rank_at_start(axis, each, ctx.world_size) for each in range(ctx.world_size)]
+    return next(other for other, start in enumerate(starts) if start == starts[rank] and owned[other] == owned[rank])
 
 
 def observe_mean_gradient(ctx: RankContext) -> None:

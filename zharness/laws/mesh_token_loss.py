@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -16,25 +16,26 @@ from zharness.law_kit.rank_context import RankContext
 from zharness.laws.mesh import mesh_law
 from zharness.mesh import TENSOR
 from zharness.parity import Comparison
-from zharness.parity.baseline import run_local
+from zharness.parity.baseline import Baseline, LocalResult, run_local
 from zharness.workload import Batch
 from zharness.workload.exact_tokens import PADDING, sum_cross_entropy
 
-# The tokens that count in the two micro-batches of a step, for even and odd data coordinates. Ranks have different
-# numbers of them, so that a mean of the ranks' means is another number, and all of them have a power of two.
-COUNTED_TOKENS = ((3, 1), (5, 7))  # of 16, whose targets are words
+# The tokens that count in the micro-batches of a step, for even and odd data coordinates: a step has the first two of
+# them, or all four. Ranks have different numbers of them, so that a mean of the ranks' means is another number, and all
+# of them, as those of one coordinate of 0, have a power of two.
+COUNTED_TOKENS = ((3, 1, 4, 0), (5, 7, 8, 4))  # of 8 or more, whose targets are words
 COUNTED_ROWS = ((1, 2), (4, 1))  # of 4 that are routed to experts, whose targets are vectors
 MICRO_BATCHES = range(2)
 
 
-def count_tokens(batch: Batch, data_coordinate: int) -> tuple[int, int]:
-    """Return how many tokens count in each micro-batch of a data coordinate, for targets as in ``batch``."""
-    return (COUNTED_ROWS if batch.target.is_floating_point() else COUNTED_TOKENS)[data_coordinate % 2]
+def count_tokens(target: Tensor, data_coordinate: int) -> tuple[int, ...]:
+    """Return how many tokens count in each micro-batch of a data coordinate, for targets as ``target``."""
+    return (COUNTED_ROWS if target.is_floating_point() else COUNTED_TOKENS)[data_coordinate % 2]
 
 
 def pad(batch: Batch, data_coordinate: int, micro: int) -> Batch:
     """Return the batch with padding as the target of all tokens behind the first ones, which count."""
-    counted, target = count_tokens(batch, data_coordinate)[micro], batch.target.clone()
+    counted, target = count_tokens(batch.target, data_coordinate)[micro], batch.target.clone()
     if target.is_floating_point():
         target[counted:] = 0.0
     else:
@@ -42,10 +43,30 @@ def pad(batch: Batch, data_coordinate: int, micro: int) -> Batch:
     return replace(batch, target=target)
 
 
-def share_of_loss(output: Any, batch: Batch, data_size: int) -> Tensor:
-    """Return a micro-batch's part of the mean over all tokens that count, times the terms of an engine's mean."""
-    tokens = sum(sum(count_tokens(batch, at)) for at in range(data_size))
-    return sum_over_tokens(output, batch.target) * data_size / tokens
+@dataclass(frozen=True)
+class TokenLoss:
+    """A micro-batch's part of the mean over all tokens of a step that count, times the terms of an engine's mean.
+
+    A step has ``micro_batches`` micro-batches of each of ``data_size`` data coordinates.
+    """
+
+    data_size: int
+    micro_batches: int
+    terms: int
+
+    def __call__(self, output: Any, target: Tensor) -> Tensor:
+        tokens = sum(sum(count_tokens(target, at)[: self.micro_batches]) for at in range(self.data_size))
+        return sum_over_tokens(output, target) * self.terms / tokens
+
+    def run_plain(self, baseline: Baseline, micro: int) -> list[LocalResult]:
+        """Return plain PyTorch's losses and gradients of micro-batch ``micro``, for each data coordinate."""
+
+        def objective(output: Any, batch: Batch) -> Tensor:
+            """Return the loss of a batch."""
+            return self(output, batch.target)
+
+        batches = [pad(baseline.batch(at, micro), at, micro) for at in range(self.data_size)]
+        return [run_local(baseline.build_module(), batch, objective) for batch in batches]
 
 
 def sum_over_tokens(output: Any, target: Tensor) -> Tensor:
@@ -53,13 +74,19 @@ def sum_over_tokens(output: Any, target: Tensor) -> Tensor:
     return (output * target).sum() if target.is_floating_point() else sum_cross_entropy(output, target)
 
 
+def build_loss(data_size: int) -> TokenLoss:
+    """Return the loss of an engine that averages over ``data_size`` coordinates, and whose caller adds up a step."""
+    return TokenLoss(data_size, len(MICRO_BATCHES), terms=data_size)
+
+
 def observe_token_loss(ctx: RankContext) -> None:
     """Run forward and backward of the micro-batches of a step, and record losses and gradients."""
     engine = ctx.build_engine(optimizer=UNIT_LR_SGD, accumulation_steps=len(MICRO_BATCHES))
+    compute_loss = build_loss(ctx.data_size)
     for micro in MICRO_BATCHES:
         batch = pad(ctx.batch(micro), ctx.data_coordinate, micro)
         with compute_loss_on_parts(ctx):
-            loss = share_of_loss(batch.feed(engine), batch, ctx.data_size)
+            loss = compute_loss(batch.feed(engine), batch.target)
             ctx.record("loss", {"loss": read_whole(loss)}, micro)
             engine.backward(loss)
     ctx.record("grads", engine.full_grads())
@@ -84,16 +111,9 @@ def read_whole(loss: Any) -> Tensor:
 
 def judge_token_loss(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare losses and gradients bitwise with plain PyTorch's sum over all micro-batches."""
-
-    def objective(output: Any, batch: Batch) -> Tensor:
-        """Return a micro-batch's part of the loss of the step."""
-        return share_of_loss(output, batch, ctx.data_size)
-
-    rows = []
-    for micro in MICRO_BATCHES:
-        batches = [pad(ctx.baseline.batch(at, micro), at, micro) for at in range(ctx.data_size)]
-        rows.append([run_local(ctx.baseline.build_module(), batch, objective) for batch in batches])
-        yield from ctx.compare_losses(micro, rows[-1])
+    rows = [build_loss(ctx.data_size).run_plain(ctx.baseline, micro) for micro in MICRO_BATCHES]
+    for micro, row in enumerate(rows):
+        yield from ctx.compare_losses(micro, row)
     # A loss is linear in the output: its gradient has elements in {-1, 0, 1}, over a power of two.
     exact = ctx.certify_exactness(MICRO_BATCHES, objective=sum_of_logits)
     yield from ctx.compare_reduced_grads("grads", rows, exact=exact, scale=len(MICRO_BATCHES))

@@ -6,7 +6,7 @@ micro-batches of a step and the loss, and the laws compare each micro-batch's lo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import permutations
@@ -32,6 +32,7 @@ from zharness.laws.training.common import JudgeFunction, ObserveFunction
 from zharness.parity import Comparison, Part, Tier, compare_bitwise
 from zharness.parity.baseline import LocalResult
 from zharness.parity.certificate import certify_exactness
+from zharness.workload import Batch
 
 MICRO_BATCHES = 4  # a power of two, so that their mean is exact; as many as a zero-bubble schedule of two ranks needs
 MOMENTUM_SGD = OptimizerSpec(name="sgd", args={"lr": 1.0, "momentum": 0.5})
@@ -83,12 +84,19 @@ def multiply_result(local: LocalResult, factor: float) -> LocalResult:
 
 
 def train_batch(ctx: RankContext, engine: Engine, number: int, shape: BatchShape) -> Mapping[str, Tensor]:
-    """Run batch ``number``, and return the losses of its micro-batches, each with its number.
+    """Run batch ``number``, and return the losses of its micro-batches, each with its number."""
+    batches = [ctx.batch(number * MICRO_BATCHES + index) for index in range(shape.micro_batches)]
+    loss = partial(multiply_loss, ctx.spec.loss, shape.factor) if shape.factor != 1 else ctx.spec.loss
+    return train_micro_batches(engine, batches, loss)
+
+
+def train_micro_batches(
+    engine: Engine, batches: Sequence[Batch], loss: Callable[[Any, Any], Tensor]
+) -> Mapping[str, Tensor]:
+    """Run a batch of these micro-batches, and return their losses, each with its number.
 
     Raises EngineContractError if the engine does not return a loss for each micro-batch.
     """
-    batches = [ctx.batch(number * MICRO_BATCHES + index) for index in range(shape.micro_batches)]
-    loss = partial(multiply_loss, ctx.spec.loss, shape.factor) if shape.factor != 1 else ctx.spec.loss
     losses = require_train_batch(engine).train_batch([(batch.inputs, batch.target) for batch in batches], loss)
     if len(losses) != len(batches):
         raise EngineContractError(f"train_batch returned {len(losses)} losses for {len(batches)} micro-batches")

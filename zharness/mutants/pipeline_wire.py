@@ -1,15 +1,21 @@
-"""Define mutants of a pipeline that send narrower numbers from stage to stage than the model has."""
+"""Define mutants of a pipeline that send other numbers, dtypes or messages from stage to stage than they should."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from zharness.engines import EngineConfig
+from zharness.law_kit.dtypes import DTYPES
+from zharness.mesh import DATA_SHARD
+from zharness.mutants import seams_engines
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
-from zharness.mutants.pipeline import OverPipeline, on_pipeline
+from zharness.mutants.pipeline import Loss, MicroBatches, OverPipeline, on_pipeline
 from zharness.parity import Part
 
 
@@ -80,3 +86,111 @@ class RoundsTheFirstOfThreeMessages(ChangesAMessage):
     def change(self, module: Any, inputs: Any, output: Tensor) -> Tensor:
         self.sent += 1
         return output + (output.half().to(output.dtype) - output).detach() if self.sent == 2 else output
+
+
+def on_messages(parameter: str, variant: str = "gpipe", dtype: str = "fp32") -> Target:
+    """Return a target of the law of what stages send."""
+    target = on_pipeline(Part.REDUCTION, "chain", parameter, law="pipeline.wire", variant=variant)
+    return replace(target, dtype=dtype)
+
+
+def on_replicas_wire(parameter: str) -> Target:
+    """Return a target of this law with two replicas of each stage."""
+    return replace(on_messages(parameter, "1f1b"), world_size=4)
+
+
+@mutant(
+    FaultKind.REDUCE_DTYPE,
+    on_messages("activations along pp"),
+    on_messages("activations along pp", "1f1b", "bf16"),
+    origin=Origin.MESH,
+)
+class SendsWideActivations(ChangesAMessage):
+    """A stage sends its output in the next wider dtype, in which its gradient comes back, too."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.module.get_submodule("blocks.2").register_forward_pre_hook(self.narrow)
+
+    def change(self, module: Any, inputs: Any, output: Tensor) -> Tensor:
+        return output.double() if output.dtype is torch.float32 else output.float()
+
+    def narrow(self, module: Any, inputs: tuple[Tensor]) -> tuple[Tensor]:
+        """Return the input in the dtype of the cell."""
+        return (inputs[0].to(DTYPES[self.config.dtype]),)
+
+
+class SendsAgain(OverPipeline):
+    """The base class of mutants of which one of two stages sends a message of zeros after each batch."""
+
+    sender = 0
+    shape = (4, 16)  # of one output of a block
+
+    def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
+        losses = super().train_batch(micro_batches, loss)
+        self.send(torch.zeros(self.shape))
+        return losses
+
+    def send(self, message: Tensor) -> None:
+        """Send ``message`` from one rank to the other one."""
+        if dist.get_rank() == self.sender:
+            dist.send(message, 1 - self.sender)
+        else:
+            dist.recv(message, self.sender)
+
+
+@mutant(FaultKind.RESOURCES, on_messages("elements of activations to pp 1"), origin=Origin.MESH)
+class SendsAnActivationTwice(SendsAgain):
+    """The first stage sends one output to the next one twice."""
+
+
+@mutant(FaultKind.RESOURCES, on_messages("elements of activations to pp 0", "zbv"), origin=Origin.MESH)
+class SendsAGradientOfAnActivationTwice(SendsAgain):
+    """The last stage sends the gradient of one of its inputs back twice."""
+
+    sender = 1
+
+
+@mutant(FaultKind.RESOURCES, on_messages("elements of other messages along pp", "interleaved"), origin=Origin.MESH)
+class GathersActivationsOnAllStages(SendsAgain):
+    """Every stage gets the outputs of all, by an all-gather of 64 elements of each."""
+
+    def send(self, message: Tensor) -> None:
+        dist.all_gather([torch.empty_like(message) for _ in range(dist.get_world_size())], message)
+
+
+@mutant(
+    FaultKind.RESOURCES,
+    replace(on_replicas_wire("elements of gradients along dp_shard"), setting="fully_shard"),
+    origin=Origin.MESH,
+)
+class ReducesGradientsOfAStageAgain(OverPipeline):
+    """After each batch the replicas of a stage all-reduce buffers of whole gradients once more, and use none."""
+
+    def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
+        losses = super().train_batch(micro_batches, loss)
+        shards: dict[str, Any] = dict(seams_engines.stage_params(self.right))
+        for shard in shards.values():
+            dist.all_reduce(torch.zeros(shard.shape), group=shard.device_mesh.get_group(DATA_SHARD))
+        return losses
+
+
+@mutant(FaultKind.REDUCE_DTYPE, on_replicas_wire("gradients along dp_shard"), origin=Origin.MESH)
+class ReducesStagesInFloat64(OverPipeline):
+    """The DDP of each stage reduces gradients in float64, by a hook, and gets the right ones."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        stages: list[Any] = list(seams_engines.stage_modules(self.right))
+        for stage in stages:
+            if hasattr(stage, "register_comm_hook"):
+                # DDP refuses a function with annotations that are text.
+                stage.register_comm_hook(stage.process_group, lambda group, bucket: self.reduce(group, bucket))
+
+    def reduce(self, group: dist.ProcessGroup, bucket: Any) -> Any:
+        """Return a future with the mean of a bucket over ``group``."""
+        wide = bucket.buffer().double()
+        dist.all_reduce(wide, group=group)
+        future: Any = torch.futures.Future()
+        future.set_result((wide / dist.get_world_size(group)).to(bucket.buffer().dtype))
+        return future

@@ -273,6 +273,11 @@ def stage_params(engine: PipelineEngine) -> Mapping[str, nn.Parameter]:
     return engine._params
 
 
+def stage_modules(engine: PipelineEngine) -> Iterable[nn.Module]:
+    """Return this rank's stages, in DDP or not."""
+    return engine._parts.values()
+
+
 def deferred_modules(model: nn.Module) -> list[DeferredModule]:
     """Return the modules of ``model`` with tensors on the meta device, which the reference engine materializes."""
     return find_deferred_modules(model)

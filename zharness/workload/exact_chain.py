@@ -10,13 +10,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zharness.workload.exact_blocks import make_ternary
-from zharness.workload.exact_heads import Dropout, call_block, draw_mask
+from zharness.workload.exact_heads import FEATURES, Dropout, call_block, draw_mask
 from zharness.workload.exact_mlp import WIDTH
+from zharness.workload.exact_tokens import VOCABULARY, draw_tokens, make_logits_differ, mean_cross_entropy
 
 BLOCKS = 4
 ODD_WIDTHS = (WIDTH, 13, 9, 11, WIDTH)  # of the inputs and outputs of blocks: stages send other widths than they get
@@ -33,11 +35,11 @@ TIED_ENDS_PLAN = ("ends", *PIPELINE_PLAN[: BLOCKS - 2], "ends")
 
 
 class Block(nn.Module):
-    """A linear layer and ReLU; maps (batch, 16) to (batch, 16)."""
+    """A linear layer and ReLU; maps (batch, width) to (batch, width)."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.linear = nn.Linear(width, width)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return torch.relu(self.linear(hidden))
@@ -84,6 +86,34 @@ class ChainModel(nn.Module):
             output = block(*values)
             values = output if isinstance(output, tuple) else (output,)
         return values[0]
+
+
+class HeadBlock(nn.Module):
+    """A linear layer whose outputs are the logits of tokens, integers of which those of one token all differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, VOCABULARY)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.linear(hidden)
+        return logits
+
+
+class TokenChainModel(nn.Module):
+    """Blocks that are called one after another on tokens, the last of which makes logits of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        head = HeadBlock()
+        self.blocks = nn.ModuleList([*(Block(FEATURES) for _ in range(BLOCKS - 1)), head])
+        make_ternary(self)
+        make_logits_differ(head.linear)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
 
 
 class TracedDropout(Dropout):
@@ -221,4 +251,20 @@ PIPELINE_MODELS = (
     ),
     PipelineModel("tied_ends", "two blocks between two calls of one layer", TiedEndsModel, TIED_ENDS_PLAN),
     PipelineModel("dropped_chain", "four blocks with dropout", DroppedChainModel, split=SPLIT_BLOCKS),
+)
+
+# Functions that draw inputs and targets, and the other fields of a ModelSpec.
+TOKEN_MODELS: tuple[tuple[Any, Mapping[str, Any]], ...] = (
+    (
+        draw_tokens,
+        {
+            "name": "token_chain",
+            "summary": "an exact model that pp splits into stages: four blocks on tokens, with a sharp cross-entropy",
+            "build": TokenChainModel,
+            "loss": mean_cross_entropy,
+            "exact": True,
+            "pp_plan": PIPELINE_PLAN,
+            "tp_plan": SPLIT_BLOCKS,
+        },
+    ),
 )

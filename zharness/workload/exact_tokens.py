@@ -31,9 +31,14 @@ class TokenModel(ExactHeads):
         super().__init__()
         make_scores_small(self)
         self.head = nn.Linear(FEATURES, VOCABULARY)
-        with torch.no_grad():
-            self.head.weight.copy_(VOCABULARY * random_ternary((VOCABULARY, FEATURES)))
-            self.head.bias.copy_(torch.arange(VOCABULARY))
+        make_logits_differ(self.head)
+
+
+@torch.no_grad()
+def make_logits_differ(head: nn.Linear) -> None:
+    """Draw a head whose outputs for a token of integers all differ, because their remainders by VOCABULARY do."""
+    head.weight.copy_(VOCABULARY * random_ternary((VOCABULARY, FEATURES)))
+    head.bias.copy_(torch.arange(VOCABULARY))
 
 
 def draw_tokens(samples: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -351,6 +351,7 @@ MODELS: dict[str, ModelSpec] = {
             for draw, fields in (
                 *random_routed.EXPERT_MODELS,
                 *causal_attention.MODELS,
+                *exact_chain.TOKEN_MODELS,
                 *exact_splits.MODELS,
                 *matrices.MODELS,
             )

@@ -1,0 +1,118 @@
+"""Define the law pipeline.replicas: what several ranks of a pipeline have of one weight stays equal, bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from zharness.engines.protocol import Feature
+from zharness.law_kit.hints import add_hint
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.law import Variant
+from zharness.law_kit.other_norms import Spans, list_owned_spans
+from zharness.law_kit.rank_context import RankContext, scalar
+from zharness.laws.mesh import compare_replicas, judge_owners
+from zharness.laws.pipeline import (
+    CLIP,
+    DEFAULT_SHAPE,
+    MICRO_BATCHES,
+    MOMENTUM_SGD,
+    SCHEDULES,
+    compute_batch,
+    pipeline_law,
+    select_schedule,
+    train_batch,
+)
+from zharness.mesh import PIPELINE
+from zharness.parity import Comparison, Part, compare_ranks
+from zharness.parity.baseline import LocalResult
+from zharness.parity.compare import check_names
+
+
+def observe_replicas(ctx: RankContext) -> None:
+    """Make one step, and record gradients after the batch, and weights, optimizer state and the norm after the step.
+
+    A rank records its own copy of what its stages have.
+    """
+    clip = CLIP if ctx.capabilities.refusal(Feature.CLIP) is None else None
+    engine = ctx.build_engine(optimizer=MOMENTUM_SGD, options=select_schedule(ctx.variant), clip=clip)
+    train_batch(ctx, engine, 0, DEFAULT_SHAPE)
+    ctx.record("gradients", engine.full_grads())
+    engine.step()
+    norm = engine.grad_norm()
+    ctx.record("norm", {} if norm is None else {"norm": scalar(norm)})
+    engine.zero_grad()
+    ctx.record("weights", engine.full_params())
+    ctx.record_optimizer_state("state", engine, 0)
+    engine.close()
+
+
+def judge_replicas(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Compare what the ranks along an axis have of each tensor of their stages, and the norms that all report."""
+    micros = compute_batch(ctx, 0)
+    for label, part in (("gradients", Part.REDUCTION), ("weights", Part.OPTIMIZER), ("state", Part.OPTIMIZER)):
+        records = ctx.rank_records(label)
+        for record in records[1:]:
+            check_names(f"the {label} of ranks", records[0], record)
+        for name, tensor in records[0].items():
+            held = list_held_spans(ctx, name.partition("/")[0], tensor.numel())
+            for comparison in compare_replicas(ctx, name, part, held, [record[name] for record in records]):
+                yield hint_not_reduced(ctx, comparison, micros) if label == "gradients" else comparison
+    for name, tensor in ctx.rank_records("weights")[0].items():
+        owned = [list_owned_spans(ctx, rank, name, tensor.numel()) for rank in range(ctx.world_size)]
+        yield from judge_owners(ctx, name, tensor, owned)
+    yield from compare_norms(ctx)
+
+
+def compare_norms(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Check that all ranks report one norm, or none."""
+    place, norms = ctx.location("norm", Part.REDUCTION), ctx.rank_records("norm")
+    yield from compare_ranks(place, [scalar(len(record)) for record in norms])
+    if norms[0]:
+        yield from compare_ranks(place, [record["norm"] for record in norms])
+
+
+def list_held_spans(ctx: JudgeContext, name: str, elements: int) -> list[Spans]:
+    """Return, for each rank, all elements of a parameter if its stage has it, and else none.
+
+    A rank also has all of a weight of which ``layout()`` gives it a shard: its own copy, or what it gathered.
+    """
+    holders = find_stages(ctx, name, elements)
+    return [((0, elements),) if get_stage(ctx, rank) in holders else () for rank in range(ctx.world_size)]
+
+
+def find_stages(ctx: JudgeContext, name: str, elements: int) -> set[int]:
+    """Return the coordinates on pp of the ranks that own a part of a parameter."""
+    return {get_stage(ctx, rank) for rank in range(ctx.world_size) if list_owned_spans(ctx, rank, name, elements)}
+
+
+def get_stage(ctx: JudgeContext, rank: int) -> int:
+    """Return the coordinate of ``rank`` on pp."""
+    return ctx.mesh.coordinates(rank, ctx.world_size)[PIPELINE]
+
+
+def hint_not_reduced(ctx: JudgeContext, comparison: Comparison, micros: Sequence[Sequence[LocalResult]]) -> Comparison:
+    """Add a hint to a gradient that differs if it is the one of the rank's own data, which nothing reduced."""
+    mismatch = comparison.mismatch
+    if mismatch is None:
+        return comparison
+    name, rank = mismatch.parameter, mismatch.seen_on
+    own = torch.stack([row[ctx.data_coordinate(rank)].grads[name] for row in micros]).mean(dim=0)
+    grads: Mapping[str, Tensor] = ctx.rank_records("gradients")[rank]
+    hint = "it is the gradient of the rank's own data alone, not reduced"
+    return add_hint(comparison, hint) if torch.equal(grads[name], own) else comparison
+
+
+LAWS = (
+    pipeline_law(
+        "replicas",
+        "what several ranks have of a weight is equal: its gradient, itself and its state, along data, tp and stages",
+        observe_replicas,
+        judge_replicas,
+        tuple(Variant(name, schedules=(name,), micro_batches=MICRO_BATCHES) for name in SCHEDULES),
+        models=("chain", "tied_chain", "tied_ends"),
+        kept_because="the only law of a pipeline that compares ranks of one stage, and stages with a tied weight",
+    ),
+)

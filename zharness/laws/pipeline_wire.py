@@ -1,0 +1,188 @@
+"""Define the law pipeline.wire: what stages and replicas send has the dtype of the policy, and as many elements."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from zharness.engines.protocol import Feature
+from zharness.law_kit.hints import add_hint
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.law import Variant
+from zharness.law_kit.observed_collectives import (
+    ACTIVATIONS,
+    GRADIENTS,
+    WEIGHTS,
+    CollectiveObserver,
+    Sent,
+    flatten,
+    measure_parameters,
+)
+from zharness.law_kit.rank_context import RankContext, scalar
+from zharness.laws.mesh_wire import ACTIVATION_DIMS, STANDING, judge_dtypes, record_sent
+from zharness.laws.pipeline import (
+    DEFAULT_SHAPE,
+    MICRO_BATCHES,
+    SCHEDULES,
+    pipeline_law,
+    select_schedule,
+    train_batch,
+)
+from zharness.laws.pipeline_replicas import find_stages, get_stage
+from zharness.mesh import DATA_SHARD, PIPELINE, TENSOR
+from zharness.parity import Comparison, Part, Tier, compare_bitwise, compare_within_range
+
+FIRST = "first"  # the variant that observes the first batch, in which a schedule may run a stage to learn shapes
+OBSERVED = 1  # the number of the batch that is observed
+
+
+def observe_wire(ctx: RankContext) -> None:
+    """Run a batch and a step, and record how many elements this rank sent, by kind of message; others come before."""
+    options = select_schedule(ctx.variant) if ctx.variant != FIRST else {}
+    engine = ctx.build_engine(optimizer=STANDING, options=options)
+    if ctx.variant != FIRST:
+        train_batch(ctx, engine, 0, DEFAULT_SHAPE)
+        engine.step()
+        engine.zero_grad()
+    with CollectiveObserver(ctx, ACTIVATION_DIMS) as observer:
+        train_batch(ctx, engine, OBSERVED, DEFAULT_SHAPE)
+        engine.step()
+    record_sent(ctx, observer, OBSERVED)
+    engine.close()
+
+
+def judge_wire(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Compare what each rank sends along pp and along the data with the formulas, and its dtype with the policy's.
+
+    Where a module and the next one of the plan are on two ranks, the outputs of each micro-batch are sent once, and
+    their gradients come back once, both in the dtype of the cell. Beside them no rank sends as many elements along pp
+    as the outputs of one module have. The gradients of a stage are reduced once over the data, in the reduce dtype, and
+    its weights are gathered at most twice for each micro-batch. What ranks of tp send is not judged here.
+    """
+    sent_to = list_stage_messages(ctx)
+    for rank, record in enumerate(ctx.rank_records("sent", OBSERVED)):
+        sent = {Sent.parse(name): elements for name, elements in record.items()}
+        yield from judge_stage_messages(ctx, rank, sent, sent_to[get_stage(ctx, rank)])
+        yield from judge_data_messages(ctx, rank, sent)
+
+
+def judge_stage_messages(
+    ctx: JudgeContext, rank: int, sent: Mapping[Sent, Tensor], expected: Mapping[int, int]
+) -> Iterator[Comparison]:
+    """Compare what a rank sends to each other stage, and what else it sends along pp."""
+    along = {message: elements for message, elements in sent.items() if PIPELINE in message.axes.split(",")}
+    to_stages = {m: elements for m, elements in along.items() if m.axes == PIPELINE and m.content == ACTIVATIONS}
+    yield from judge_dtypes(ctx, rank, to_stages, OBSERVED)
+    found: Counter[int] = Counter()
+    for message, elements in to_stages.items():
+        found[int(message.receiver)] += int(elements)
+    for stage in sorted({*expected, *found}):
+        place = ctx.location(f"elements of activations to pp {stage}", Part.REDUCTION, OBSERVED, rank)
+        yield compare_bitwise(place, scalar(expected.get(stage, 0)), scalar(found[stage]))
+    others = sum(float(elements) for message, elements in along.items() if message not in to_stages)
+    place = ctx.location("elements of other messages along pp", Part.REDUCTION, OBSERVED, rank)
+    yield compare_within_range(place, scalar(0), scalar(others), scalar(min(measure_outputs(ctx)) - 1))
+
+
+def judge_data_messages(ctx: JudgeContext, rank: int, sent: Mapping[Sent, Tensor]) -> Iterator[Comparison]:
+    """Compare what a rank sends along the data with the gradients of its stage, and with the weights."""
+    along = {message: elements for message, elements in sent.items() if message.axes == DATA_SHARD}
+    yield from judge_dtypes(ctx, rank, along, OBSERVED)
+    for content, (least, most) in list_data_ranges(ctx, get_stage(ctx, rank)).items():
+        elements = sum(float(n) for message, n in along.items() if message.content == content)
+        place = ctx.location(f"elements of {content} along {DATA_SHARD}", Part.REDUCTION, OBSERVED, rank)
+        comparison = compare_within_range(place, scalar(least), scalar(elements), scalar(most))
+        hint = describe_one_module(ctx, rank, elements) if elements < most else ""
+        hint = "each gradient is reduced twice" if 2 * least <= elements <= 2 * most and content == GRADIENTS else hint
+        yield add_hint(comparison, hint) if hint else comparison
+
+
+def describe_one_module(ctx: JudgeContext, rank: int, elements: float) -> str:
+    """Return which module of the stage has so many elements of parameters, where a stage has several; '' if none."""
+    model, stage = ctx.baseline.build_module(), get_stage(ctx, rank)
+    own = [name for name, at in zip(ctx.baseline.spec.pp_plan, place_modules(ctx), strict=True) if at == stage]
+    sizes = {name: sum(param.numel() for param in model.get_submodule(name).parameters()) for name in own}
+    found = [name for name, size in sizes.items() if size == elements] if len(own) > 1 else []
+    return f"as many as one module of the stage has, such as {found[0]}" if found else ""
+
+
+def list_data_ranges(ctx: JudgeContext, stage: int) -> dict[str, tuple[float, float]]:
+    """Return the least and the largest number of elements that a rank of ``stage`` may send along the data."""
+    shape = ctx.mesh.shape(ctx.world_size)
+    shards = shape[DATA_SHARD]
+    own = {
+        name: param.shape
+        for name, param in ctx.baseline.build_module().named_parameters()
+        if stage in find_stages(ctx, name, param.numel())
+    }
+    sizes = measure_parameters(own, ctx.baseline.spec.tp_plan, shape[TENSOR], shards)
+    padded = sizes.local + sizes.padding
+    gathered = 2 * MICRO_BATCHES * padded / shards
+    ranges: dict[str, tuple[float, float]] = {
+        GRADIENTS: (sizes.local, padded),
+        WEIGHTS: (0, gathered),
+        ACTIVATIONS: (0, 0),
+    }
+    return ranges if shards > 1 else dict.fromkeys(ranges, (0, 0))
+
+
+def list_stage_messages(ctx: JudgeContext) -> Mapping[int, Counter[int]]:
+    """Return, for each coordinate on pp, the elements that its ranks send to each other one in a batch."""
+    stages, outputs = place_modules(ctx), measure_outputs(ctx)
+    messages: dict[int, Counter[int]] = {stage: Counter() for stage in range(ctx.mesh.size(PIPELINE))}
+    for sender, receiver, elements in zip(stages, stages[1:], outputs, strict=False):
+        if sender != receiver:
+            messages[sender][receiver] += MICRO_BATCHES * elements
+            messages[receiver][sender] += MICRO_BATCHES * elements
+    return messages
+
+
+def place_modules(ctx: JudgeContext) -> list[int]:
+    """Return the coordinate on pp of each module of the plan, which is that of its parameters."""
+    model = ctx.baseline.build_module()
+    placed = []
+    for module in ctx.baseline.spec.pp_plan:
+        names = ((f"{module}.{name}", param) for name, param in model.get_submodule(module).named_parameters())
+        (stage,) = set.intersection(*(find_stages(ctx, name, param.numel()) for name, param in names))
+        placed.append(stage)
+    return placed
+
+
+def measure_outputs(ctx: JudgeContext) -> list[int]:
+    """Return the number of elements of the outputs of each module of the plan, for one micro-batch."""
+    model = ctx.baseline.build_module()
+    elements: dict[str, int] = {}
+
+    def count(name: str, _module: nn.Module, _inputs: Any, output: Tensor | Sequence[Tensor]) -> None:
+        """Count the outputs of one module."""
+        elements[name] = sum(tensor.numel() for tensor in flatten(output))
+
+    for name in ctx.baseline.spec.pp_plan:
+        model.get_submodule(name).register_forward_hook(partial(count, name))
+    ctx.baseline.batch(0, 0).feed(model)
+    return [elements[name] for name in ctx.baseline.spec.pp_plan]
+
+
+_LAW = pipeline_law(
+    "wire",
+    "each border of two stages is crossed once forward and once back, and gradients are reduced once over the data",
+    observe_wire,
+    judge_wire,
+    (
+        *(
+            Variant(name, schedules=(name,), micro_batches=MICRO_BATCHES, compares_engine_with_itself=True)
+            for name in SCHEDULES
+        ),
+        Variant(FIRST, compares_engine_with_itself=True),
+    ),
+    Feature.VISIBLE_COLLECTIVES,
+    models=("chain", "skips"),
+    kept_because="the only law of dtypes and elements that stages send",
+)
+
+LAWS = (replace(_LAW, tier=Tier.EXACT, dtypes=("fp32", "bf16"), weights_stay_integers=False),)
