@@ -38,10 +38,6 @@ COUNTS = {"model", "tensors", "refused"}
 # Entries, by file and law, whose signature names a place or a number of elements, because their failure has no hint.
 # Add none; give the failure a hint in its judge, and delete its line here.
 WITHOUT_A_CAUSE = {
-    "deepspeed": {
-        "training.muon",  # the step of a part of a matrix, whose distance from that of the whole depends on the numbers
-        "training.several_backwards",  # a part of a sum is divided or summed again, and the judge has only the sum
-    },
     "deepspeed_options": {
         "access.*",  # another parameter's elements, which differ with the order of the group's parameters
         "parameters.late_submodule",  # one part of a gradient is too large, which its one backward adds as a whole
@@ -57,7 +53,6 @@ WITHOUT_A_CAUSE = {
     "fsdp2": {"checkpointing.two_regions"},  # one region's gradient: the judge has only the sum of both
     "fsdp2_options": {
         "access.write_param",  # old are weights of the root and those that share one, and the judge has only the loss
-        "state.several_saves",  # gradients were rounded to bf16 in one of two engines: the weights differ by rounding
         "training.any_order",  # vectors_ignored: the matrices are old, and the vectors those of the checkpoint
     },
 }

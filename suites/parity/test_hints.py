@@ -43,6 +43,7 @@ from zharness.laws import double_backward
 from zharness.laws.circumstances.windows import FURTHER_READS, UNDIVIDED_READ_HINT, TrainWithReadOutside
 from zharness.laws.double_backward import FIRST_ORDER_HINT, judge_gradient_penalty, penalize_input_gradient
 from zharness.laws.training.muon import LOST_MOMENTUM_HINT, MUON, MatrixStep, hint_wrong_weight
+from zharness.mesh import DEFAULT_MESH
 from zharness.parity import Part, compare_bitwise
 from zharness.parity.attribution import describe_wrong_elements
 from zharness.parity.baseline import Baseline, LocalResult
@@ -376,6 +377,8 @@ def test_the_hint_names_a_step_of_muon_without_earlier_momentum(
         evidence=[RankEvidence((), {"weight": pieces})],
         compute_local_grads=lambda at: [LocalResult(grad, {"weight": grad})] * 2,
         data_coordinate=lambda rank: rank,
+        mesh=DEFAULT_MESH,
+        world_size=2,
     )
     wrong = compare_bitwise(TensorLocation("weight", Part.OPTIMIZER, step, pieces=pieces), after.weight, moved)
     mismatch = hint_wrong_weight(ctx, wrong, taken).mismatch

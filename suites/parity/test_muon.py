@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
+from zharness.engines.protocol import Piece
+from zharness.laws.training.muon import MUON, OWN_PART_HINT, MatrixStep, hint_wrong_weight
+from zharness.mesh import Mesh
+from zharness.parity import Part, RankEvidence, compare_bitwise
+from zharness.parity.baseline import LocalResult
+from zharness.parity.comparison import TensorLocation
 from zharness.parity.muon import bound_step, orthogonalize, step_like_deepspeed, step_like_torch
 from zharness.workload.matrices import COLUMNS, LARGE, ROWS, SIGNS, TALL_COLUMN, TALL_COPIES, TALL_ROW
 
@@ -79,3 +88,28 @@ def test_the_bound_of_a_dense_matrix_holds(ranks: int) -> None:
     expected, bound = bound_step(weight, matrix, OPTIONS, ranks)
     assert bool(((after.double() - expected).abs() < bound).all())
     assert bool((bound < expected.abs() / 8)[:, [0, 2, 3]].all())
+
+
+@pytest.mark.parametrize("step", [step_like_torch, step_like_deepspeed])
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize(("mesh", "wrong", "is_hinted"), [("tp2", 0, True), ("", 0, False), ("tp2", 1, False)])
+def test_the_hint_names_parts_of_tp_that_are_orthogonalized_alone(
+    step: Any, dim: int, mesh: str, wrong: float, is_hinted: bool
+) -> None:
+    weight, momentum, grad = torch.ones(ROWS, COLUMNS), torch.full((ROWS, COLUMNS), 2.0), make_matrix()
+    places = torch.arange(weight.numel()).view_as(weight).tensor_split(2, dim)
+    parts = zip(*(each.tensor_split(2, dim) for each in (weight, grad, momentum)), strict=True)
+    moved = torch.cat([step(*part, MUON.args).weight for part in parts], dim) + wrong
+    pieces = tuple(Piece(rank, at, at + 1) for rank, place in enumerate(places) for at in map(int, place.flatten()))
+    ctx: Any = SimpleNamespace(
+        evidence=[RankEvidence((), {"weight": pieces})],
+        compute_local_grads=lambda at: [LocalResult(grad, {"weight": grad})],
+        data_coordinate=lambda rank: 0,
+        mesh=Mesh.parse(mesh),
+        world_size=2,
+    )
+    taken = MatrixStep(1, "weight", grad, weight, momentum, moved, None)
+    found = compare_bitwise(TensorLocation("weight", Part.OPTIMIZER, 1, pieces=pieces), weight, moved)
+    mismatch = hint_wrong_weight(ctx, found, taken).mismatch
+    assert mismatch is not None
+    assert (mismatch.hint == OWN_PART_HINT) is is_hinted

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from zharness.engines.protocol import Piece
-from zharness.law_kit.program_suspects import make_added_again_suspects, make_unreduced_suspects
+from zharness.law_kit.program_suspects import (
+    DIVIDED_AGAIN_HINT,
+    SUMMED_OVER_SEQUENCE_AGAIN_HINT,
+    make_added_again_suspects,
+    make_reduced_again_suspects,
+    make_unreduced_suspects,
+)
 from zharness.law_kit.record_comparisons import replace_vectors
 from zharness.law_kit.scenario_baseline import ScenarioResult
 from zharness.law_kit.scenario_judge import (
@@ -13,6 +20,7 @@ from zharness.law_kit.scenario_judge import (
     LAST_DISCARDED_GRAD_KEPT_HINT,
     make_backward_suspects,
 )
+from zharness.mesh import Mesh
 from zharness.parity.baseline import LocalResult
 
 
@@ -53,6 +61,29 @@ def test_a_second_backward_of_one_forward_adds_the_first_again() -> None:
     (rows,) = make_added_again_suspects((0, 1, 1, 2), window, 0.5).values()
     assert [float(row[0].grads["w"]) for row in rows] == [0.5, 5, 5, 50, 500]
     assert make_added_again_suspects((0, 1, 2, 3), window, 0.5) == {}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "first", "hint", "sums"),
+    [
+        ("ep4", 0, DIVIDED_AGAIN_HINT, [1, 40, 1600]),
+        ("ep2", 1, DIVIDED_AGAIN_HINT, [8, 80, 1600]),
+        ("cp2", 0, SUMMED_OVER_SEQUENCE_AGAIN_HINT, [64, 320, 1600]),
+        ("cp2", 1, SUMMED_OVER_SEQUENCE_AGAIN_HINT, [32, 320, 1600]),
+    ],
+)
+def test_each_reduction_reduces_what_earlier_ones_left_again(
+    mesh: str, first: int, hint: str, sums: list[float]
+) -> None:
+    window = [make_row(16), make_row(160), make_row(1600)]
+    suspects = make_reduced_again_suspects(Mesh.parse(mesh), window, first, 1.0)
+    assert {name: [float(row[0].grads["w"]) for row in rows] for name, rows in suspects.items()} == {hint: sums}
+
+
+@pytest.mark.parametrize(("mesh", "first"), [("", 0), ("tp2", 0), ("cp2", 2)])
+def test_without_such_an_axis_or_a_second_reduction_nothing_is_reduced_again(mesh: str, first: int) -> None:
+    window = [make_row(16), make_row(160), make_row(1600)]
+    assert make_reduced_again_suspects(Mesh.parse(mesh), window, first, 1.0) == {}
 
 
 def test_an_unreduced_gradient_is_that_of_each_elements_owner() -> None:

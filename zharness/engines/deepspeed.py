@@ -144,7 +144,7 @@ class DeepSpeedEngine(DeepSpeedTensorAccess):
             self.module: nn.Module = self._engine.module
             links = RoundRobinLinks.build(self._engine.optimizer)
             self._reader = build_reader(self._engine, params, shapes, links, config)
-            if config.mesh.size(EXPERT) > 1:
+            if EXPERT in config.mesh.axes:
                 self._reader = build_expert_reader(self._engine, params, names, links, config)
             self._layout = self._reader.layout()
             undo.pop_all()

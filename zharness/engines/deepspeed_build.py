@@ -157,7 +157,7 @@ def initialize(
     if takes_optimizer_from_json(config):
         # Releases before 0.19.6 take parameters for Muon, and no groups of them.
         is_plain = config.optimizer.name == MUON and not config.optimizer.groups
-        is_split = config.mesh.size(EXPERT) > 1
+        is_split = EXPERT in config.mesh.axes
         given = list(parameters.values()) if is_plain and not is_split else group_parameters(parameters, config)
         return deepspeed.initialize(model=model, model_parameters=given, config=ds_config, mpu=mpu, **scheduling)[0], ()
     optimizer = build_optimizer(parameters, config)
@@ -188,14 +188,14 @@ def require_sharding_optimizer(optimizer: Any, stage: int) -> None:
 def group_parameters(params: Mapping[str, Tensor], config: EngineConfig) -> list[dict[str, Any]]:
     """Return the parameter groups of the optimizer, in which experts are apart if ep splits them."""
     groups = optimizers.param_groups(params, config.optimizer)
-    return split_groups(groups) if config.mesh.size(EXPERT) > 1 else groups
+    return split_groups(groups) if EXPERT in config.mesh.axes else groups
 
 
 def build_optimizer(params: Mapping[str, Tensor], config: EngineConfig) -> Any:
     """Build torch's optimizer, or DeepSpeedCPUAdam if the option is set and it has all arguments of the optimizer."""
     spec = config.optimizer
     arguments = set(spec.args).union(*(group.overrides for group in spec.groups))
-    if config.mesh.size(EXPERT) > 1:
+    if EXPERT in config.mesh.axes:
         return optimizers.optimizer_class(spec.name)(group_parameters(params, config), **spec.args)
     kind = next((name for option, name in _ADAM_KINDS.items() if config.options.get(option)), "")
     if not kind or spec.name not in _ADAM_DEFAULTS or arguments - _ADAM_ARGUMENTS:

@@ -59,8 +59,6 @@ _REFUSED_AT_EVERY_STAGE: dict[Feature, str] = {
 }
 _TRANSFORMS = (Feature.TORCH_FUNC, Feature.TRANSFORMS)
 REFUSES_ON_EP: dict[Feature, str] = {
-    Feature.MESH_RESHARD: "of experts ds_to_universal raises \"shape '[16]' is invalid for input of size 32\", "
-    "and a load looks for the names of its own module, moe.moe.deepspeed_moe.gate.wg.weight",
     **dict.fromkeys(
         (Feature.EDITS, Feature.READ_OUT, Feature.WRITE_IN, Feature.SHARD_ACCESS),
         "a rank has its own experts, and no parameter of the name of another rank's",
@@ -95,13 +93,6 @@ _REFUSED_ON_CP_AT_STAGE_3 = dict.fromkeys(
     STAND_INS_ON_CP,
     "stage 3 divides every gradient by the ranks of a sequence too, as the models context and similar_context show",
 )
-_REFUSED_ON_AXES_AT_STAGE_3 = {
-    TENSOR: {
-        **REFUSES_ON_TP,
-        Feature.MESH_RESHARD: "a universal checkpoint of tp at stage 3 loads without tp with other moments of a weight "
-        "that is split by rows (last.weight/exp_avg of the model exact)",
-    }
-}
 _REFUSED_AT_STAGE: dict[int, dict[Feature, str]] = {
     0: {
         Feature.READ_OUT: _NO_ACCESS_AT_STAGE_0,
@@ -158,14 +149,12 @@ def capabilities_at(stage: int) -> Capabilities:
     refuses = {**_REFUSED_AT_EVERY_STAGE, **_REFUSED_AT_STAGE.get(stage, {})}
     axes = CAPABILITIES.mesh_axes - ({EXPERT} if stage == 3 else set())  # 'Native DeepSpeed MoE is not supported' there
     refused = _REFUSED_ON_CP_AT_STAGE_3 if stage == 3 else {}
-    on_axes = {**CAPABILITIES.refuses_on, **(_REFUSED_ON_AXES_AT_STAGE_3 if stage == 3 else {})}
     return replace(
         CAPABILITIES,
         refuses=refuses,
         variants=options_at(stage),
         mesh_axes=axes,
         refuses_models=refused,
-        refuses_on=on_axes,
     )
 
 

@@ -39,7 +39,7 @@ def split_experts(model: nn.Module, config: EngineConfig) -> tuple[nn.Module, di
     the experts do not divide.
     """
     size = config.mesh.size(EXPERT)
-    if size == 1:
+    if EXPERT not in config.mesh.axes:
         return model, dict(model.named_parameters())
     model = copy.deepcopy(model)
     params = dict(model.named_parameters())

@@ -33,7 +33,7 @@ from zharness.engines.deepspeed_tensors import DeepSpeedTensorReader, gather_by_
 from zharness.engines.options import merge_options
 from zharness.engines.protocol import Absent, CallForm, Capabilities, EngineConfig, Feature, Observations, Piece
 from zharness.engines.torch_engine import snapshot, validate_config
-from zharness.engines.without_forward import WithoutForward
+from zharness.engines.without_forward import WithoutForward, join_state_dicts
 from zharness.errors import ConfigError, UsageError
 from zharness.mesh import PIPELINE
 
@@ -47,6 +47,8 @@ CAPABILITIES = Capabilities(
     dtypes=frozenset({"fp32", "bf16"}),
     refuses={
         Feature.UNIVERSAL_CHECKPOINT: _FORMATS,
+        Feature.MESH_RESHARD: "a checkpoint loads only at its own stage, world size and mesh; others need a universal "
+        "checkpoint (https://www.deepspeed.ai/tutorials/universal-checkpointing/)",
         Feature.LOSS_SCALER: "the CPU accelerator refuses the fp16 section (engine.py, _do_sanity_check)",
         **dict.fromkeys((Feature.INITIAL_WEIGHTS, Feature.INITIAL_BUFFERS), "a stage has the values of its own ranks"),
         Feature.RANK_BUFFERS: "'data parallel rank 0 writes all layers' (pipe/module.py, save_state_dict)",
@@ -307,6 +309,11 @@ class DeepSpeedPipelineEngine(WithoutForward):
 
     def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         return self._reader.optimizer_state()
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        own = {id(buffer) for buffer in self._engine.module.buffers()}
+        buffers = {name: snapshot(buffer) for name, buffer in self.module.named_buffers() if id(buffer) in own}
+        return join_state_dicts(self.module, {**self._reader.weights(), **buffers}, self._group)
 
     def grad_norm(self) -> float | None:
         """Return DeepSpeed's get_global_grad_norm(), which is None in fp32 at stage 0 (deepspeedai/DeepSpeed#7255)."""

@@ -37,7 +37,7 @@ from zharness.engines.torch_checkpoint import STAGES_FORMAT, EngineState
 from zharness.engines.torch_engine import copy_full, copy_full_states, snapshot, validate_config
 from zharness.engines.torch_gathers import gather_full_tensors
 from zharness.engines.torch_pp_stages import TiedWeights, build_named_tree, clip_over_stages, keep_ties
-from zharness.engines.without_forward import WithoutForward
+from zharness.engines.without_forward import WithoutForward, join_state_dicts
 from zharness.errors import ConfigError, UsageError
 from zharness.mesh import DATA_SHARD, PIPELINE, TENSOR
 
@@ -359,6 +359,10 @@ class PipelineEngine(WithoutForward):
     def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         states = {name: self._optimizer.state.get(param, {}) for name, param in self._params.items()}
         return self._merge(copy_full_states(states, gather_full_tensors))
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        own = copy_full(self._named_tree.state_dict(), gather_full_tensors)
+        return join_state_dicts(self.module, own, self._group)
 
     def grad_norm(self) -> float | None:
         return None if self._clip is None else self._norm

@@ -7,7 +7,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from zharness.engines.protocol import Capabilities, Piece
 from zharness.errors import UsageError
@@ -54,3 +55,17 @@ class WholeTraining(WithoutForward):
     def layout(self) -> Mapping[str, tuple[Piece, ...]]:
         """Return no entry: what ``train`` returns is whole on every rank."""
         return {}
+
+
+def join_state_dicts(model: nn.Module, own: Mapping[str, Tensor], group: Any) -> dict[str, Tensor]:
+    """Return the state dict of ``model`` from the tensors ``own`` that each rank of a pipeline has of its stages.
+
+    ``group`` has the ranks of the pipeline. A tensor with several names has the first one in ``own``, and is one tensor
+    under all of them in the result.
+    """
+    views: list[Mapping[str, Tensor]] = [{} for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(views, dict(own), group=group)
+    entries = {name: tensor for view in reversed(views) for name, tensor in view.items()} | dict(own)
+    firsts: dict[int, str] = {}
+    names = {name: firsts.setdefault(id(value), name) for name, value in model.state_dict(keep_vars=True).items()}
+    return {name: entries[first] for name, first in names.items() if first in entries}

@@ -192,6 +192,7 @@ class ProgramJudge:
         ranks, recorded = self.sum_factor, self.ctx.rank_records("grads", position)[0]
         rows, factor = self.backwards.rows, ranks / self.program.window
         suspects = make_summed_again_suspects(rows, ranks)
+        suspects |= self.backwards.list_reduced_again(self.ctx.mesh, self.program, ranks)
         suspects |= make_kept_suspects(self.backwards.list_kept_by_hint(), rows, factor)
         suspects |= make_alone_suspects(self.backwards.failed, self.backwards.discarded, factor)
         suspects |= make_added_again_suspects(self.backwards.micros, rows, factor)

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from zharness.engines.protocol import Piece
+from zharness.mesh import CONTEXT, EXPERT, Mesh
 from zharness.parity.baseline import LocalResult
+from zharness.workload.programs import ENGINE, Program
 
 SUMMED_AGAIN_HINT = "the sum of all backwards, those before the last summed over the ranks once more"
 
@@ -29,6 +31,12 @@ ZEROED_GRADS_KEPT_HINT = "the backwards that zero_grad forgot are still in it"
 UNDIVIDED_HINT = "the sum in which backwards in no_sync() are not divided by the number of micro-batches"
 
 ADDED_AGAIN_HINT = "the sum in which a second backward of one forward adds the first one's gradient once more"
+
+DIVIDED_AGAIN_HINT = "the sum of all backwards, those before the last divided by the ranks of experts once more"
+
+SUMMED_OVER_SEQUENCE_AGAIN_HINT = (
+    "the sum of all backwards, those before the last summed over the ranks of a sequence once more"
+)
 
 LAST_UNREDUCED_HINT = "the sum whose last backward is the owner's alone, not reduced"
 
@@ -65,6 +73,16 @@ class WindowBackwards:
         """Add the gradients that a backward which raised would have had."""
         self.add(row, micro)
         self.failed.append(row)
+
+    def list_reduced_again(self, mesh: Mesh, program: Program, ranks: float) -> dict[str, list[list[LocalResult]]]:
+        """Return the suspects of ``make_reduced_again_suspects`` for a window of ``program``.
+
+        An engine that counts micro-batches does so by calls of ``step``; a micro-batch may have several backwards.
+        """
+        first = program.window - 1
+        if first and program.window_owner == ENGINE:
+            first = self.micros.index(self.micros[-1])
+        return make_reduced_again_suspects(mesh, self.rows, first, ranks / program.window, ranks)
 
     def discard(self) -> None:
         """Discard all rows, as ``zero_grad`` does."""
@@ -133,6 +151,27 @@ def make_added_again_suspects(
         param_grad = [*param_grad, row] if micro in micros[:number] else [row]
         added += param_grad
     return {ADDED_AGAIN_HINT: scale_local_grads(added, factor)} if len(added) > len(window) else {}
+
+
+def make_reduced_again_suspects(
+    mesh: Mesh, rows: Sequence[list[LocalResult]], first: int, factor: float, ranks: float = 1
+) -> dict[str, list[list[LocalResult]]]:
+    """Return, by hint, the gradients of wrong engines in which each reduction reduces earlier ones over an axis again.
+
+    Backward number ``first`` is the first that reduces, and takes those before it along. What it has reduced is alike
+    on the ranks of a sequence, whose sum multiplies it; an expert is on one rank of its group, whose size divides it.
+    The data sums gradients to ``ranks`` times their mean. Every gradient is multiplied by ``factor``.
+    """
+    again = [len(rows) - 1 - max(at, first) for at in range(len(rows))]
+    axes = {DIVIDED_AGAIN_HINT: (EXPERT, -1), SUMMED_OVER_SEQUENCE_AGAIN_HINT: (CONTEXT, 1)}
+    return {
+        hint: [
+            scale_local_grads([row], factor * (ranks * mesh.size(axis) ** power) ** times)[0]
+            for row, times in zip(rows, again, strict=True)
+        ]
+        for hint, (axis, power) in axes.items()
+        if mesh.size(axis) > 1 and any(again)
+    }
 
 
 def make_unreduced_suspects(

@@ -5,15 +5,15 @@ Every rank trains the micro-batch of the first data coordinate, so that a mean g
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from torch import nn
+from torch import Tensor, nn
 
 from zharness.engines.protocol import Engine, Feature, GroupSpec, OptimizerSpec, require_full_state_dict
 from zharness.law_kit.dtypes import DTYPES
-from zharness.law_kit.hints import add_hint
+from zharness.law_kit.hints import add_hint, hint_factor
 from zharness.law_kit.integer_steps import SIGN_STEPS
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Variant
@@ -22,17 +22,20 @@ from zharness.law_kit.rank_actions import shared_folder
 from zharness.law_kit.rank_context import RankContext, scalar
 from zharness.law_kit.record_comparisons import compare_records
 from zharness.laws.mesh import mesh_law
-from zharness.mesh import TENSOR, Mesh
-from zharness.parity import Comparison, Part, compare_bitwise
+from zharness.mesh import CONTEXT, EXPERT, PIPELINE, TENSOR, Mesh
+from zharness.parity import Comparison, Mismatch, Part, compare_bitwise
 from zharness.parity.certificate import certify_exactness
-from zharness.parity.compare import check_names
+from zharness.parity.compare import check_names, is_bitwise_equal
+from zharness.workload import ModelSpec
 
 # A step moves last.bias or down.bias, whose gradients are small multiples of 1/4 as a micro-batch has four samples, by
 # integers, and nothing else, so that the model stays exact. Every parameter has a momentum.
 LAST_BIAS_STEPS = OptimizerSpec("sgd", {"lr": 0.0, "momentum": 0.5}, groups=(GroupSpec("[dl]*.bias", {"lr": 4.0}),))
-MESHES = tuple(map(Mesh.parse, ("", "tp2", "rep2", "rep2,tp2")))
+MESHES = tuple(map(Mesh.parse, ("", "tp2", "tp4", "rep2", "rep2,tp2", "cp2", "ep1", "ep2", "ep4")))
 TO_OTHERS, FROM_OTHERS = "to_others", "from_others"
+FIRST_GROUP_HINT = "its step used the options of the first parameter group, in which it is not"
 ADAM = "_adam"  # the end of the names of variants that step with Adam, the state that universal checkpoints have
+MOMENTUM_OF = {"sgd": "momentum_buffer", "adam": "exp_avg"}  # the key of the optimizer's state
 SAVED = 1  # the number of steps before the save
 
 
@@ -41,16 +44,34 @@ def label_mesh(mesh: Mesh) -> str:
     return mesh.label or "dp_shard"
 
 
-def select_other_meshes(ctx: RankContext) -> list[Mesh]:
-    """Return the meshes of MESHES that the engine can have on these ranks with this model, but not the cell's mesh."""
+def select_other_meshes(ctx: RankContext, meshes: Sequence[Mesh] = MESHES) -> list[Mesh]:
+    """Return those of ``meshes`` that the engine can have on these ranks with this model, but not the cell's mesh."""
+    claims = ctx.capabilities
     return [
         mesh
-        for mesh in MESHES
+        for mesh in meshes
         if mesh != ctx.config.mesh
-        and ctx.capabilities.mesh_axes.issuperset(mesh.axes)
+        # A layer of experts of the engine's own has other names in a checkpoint than that of the model.
+        and (EXPERT in mesh.axes) == (EXPERT in ctx.config.mesh.axes)
+        and claims.mesh_axes.issuperset(mesh.axes)
+        and not claims.explain_axes(mesh)
         and not mesh.explain_misfit(ctx.world_size)
-        and (TENSOR not in mesh.axes or ctx.config.tp_plan)
+        and not (claims.whole_mesh and mesh.sizes and mesh.data_size(ctx.world_size) > 1)
+        and can_split(ctx.spec, mesh)
     ]
+
+
+def can_split(spec: ModelSpec, mesh: Mesh) -> bool:
+    """Return whether each axis of ``mesh`` that splits a model has something of this one to split, in equal parts."""
+    parts = {
+        TENSOR: (spec.tp_plan, spec.tp_parts.values()),
+        CONTEXT: (spec.cp_plan, spec.cp_parts.values()),
+        EXPERT: (spec.ep_plan, spec.ep_plan.values()),
+    }
+    if len(spec.pp_plan) < mesh.size(PIPELINE) > 1:
+        return False
+    plans = ((axis, *parts[axis]) for axis in mesh.axes if axis in parts)
+    return all(plan and not any(count % mesh.size(axis) for count in counts) for axis, plan, counts in plans)
 
 
 def train_shared_batch(ctx: RankContext, engine: Engine, step: int, label: str) -> None:
@@ -120,34 +141,74 @@ def load_on_mesh(ctx: RankContext, mesh: Mesh, folder: Path, label: str) -> None
 
 def judge_other_mesh(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare what each mesh loaded with what was saved, bitwise, and judge the step that follows."""
+    yield from judge_meshes(ctx, MESHES, choose_optimizer(ctx.variant))
+
+
+def judge_meshes(ctx: JudgeContext, meshes: Sequence[Mesh], optimizer: OptimizerSpec) -> Iterator[Comparison]:
+    """Compare what each of ``meshes`` that has records loaded with what was saved, and judge the steps that follow."""
     # The layout is that of the last engine, whose mesh is not that of each number.
     ctx = replace(ctx, evidence=tuple(replace(evidence, layout={}) for evidence in ctx.evidence))
-    for other in filter(lambda mesh: ctx.has_record(f"loss-loaded-{label_mesh(mesh)}"), MESHES):
+    for other in filter(lambda mesh: ctx.has_record(f"loss-loaded-{label_mesh(mesh)}"), meshes):
         name = label_mesh(other)
         saved_on, loaded_on = (label_mesh(ctx.mesh), name)[:: 1 if ctx.variant.startswith(TO_OTHERS) else -1]
-        for comparison in judge_loaded(ctx, f"saved-{saved_on}", f"loaded-{name}"):
-            yield add_hint(comparison, f"saved on {saved_on}, loaded on {loaded_on}")
+        for comparison in judge_loaded(ctx, f"saved-{saved_on}", f"loaded-{name}", optimizer):
+            cause = "" if comparison.mismatch is None else comparison.mismatch.hint
+            yield add_hint(comparison, "; ".join(filter(None, (cause, f"saved on {saved_on}, loaded on {loaded_on}"))))
 
 
-def judge_loaded(ctx: JudgeContext, saved: str, loaded: str) -> Iterator[Comparison]:
+def judge_loaded(ctx: JudgeContext, saved: str, loaded: str, optimizer: OptimizerSpec) -> Iterator[Comparison]:
     """Compare the weights and state of one load with those that were saved, and judge the step after it."""
-    yield from judge_complete_state(ctx, saved)
+    yield from judge_complete_state(ctx, saved, MOMENTUM_OF[optimizer.name])
     for what in ("params", "state"):
-        yield from compare_records(ctx, f"{what}-{saved}", f"{what}-{loaded}", SAVED, SAVED, Part.GATHER)
+        labels = f"{what}-{saved}", f"{what}-{loaded}"
+        for comparison in compare_records(ctx, *labels, SAVED, SAVED, Part.GATHER):
+            yield hint_other_tensor(ctx, comparison, *labels)
     weights = ctx.rank_records(f"params-{loaded}", SAVED)[0]
     local = [ctx.baseline.run_rank(0, SAVED, weights)] * ctx.data_size
     yield from ctx.compare_losses(SAVED, local, f"loss-{loaded}")
     steps, repeats = range(SAVED, SAVED + 1), ctx.world_size // ctx.data_size
     exact = certify_exactness(ctx.baseline, steps, ctx.dtype, repeats=repeats, params=weights)
-    yield from ctx.compare_reduced_grads(f"grads-{loaded}", [local], SAVED, exact)
+    grads = ctx.rank_records(f"grads-{loaded}", SAVED)[0]
+    for comparison in ctx.compare_reduced_grads(f"grads-{loaded}", [local], SAVED, exact):
+        yield hint_factor(comparison, grads, local[0].grads)
     before = RecordedStep(SAVED, f"params-{loaded}", f"state-{loaded}")
-    yield from judge_step(ctx, choose_optimizer(ctx.variant), ctx.rank_records(f"grads-{loaded}", SAVED)[0], before)
+    yield from judge_next_step(ctx, optimizer, grads, before)
     yield from compare_ranks_after_step(ctx, replace(before, step=SAVED + 1))
 
 
-def judge_complete_state(ctx: JudgeContext, saved: str) -> Iterator[Comparison]:
+def hint_other_tensor(ctx: JudgeContext, comparison: Comparison, saved: str, loaded: str) -> Comparison:
+    """Add a hint to a mismatch of a weight or its state that is bitwise another one which was saved."""
+    mismatch = comparison.mismatch
+    if mismatch is None:
+        return comparison
+    before, after = (ctx.rank_records(label, SAVED)[mismatch.seen_on] for label in (saved, loaded))
+    found = (other for other, value in before.items() if is_bitwise_equal(value, after[mismatch.parameter]))
+    other = next(found, "")
+    return add_hint(comparison, f"it is the saved {other}") if other else comparison
+
+
+def judge_next_step(
+    ctx: JudgeContext, optimizer: OptimizerSpec, grads: Mapping[str, Tensor], before: RecordedStep
+) -> Iterator[Comparison]:
+    """Compare the step after a load with the optimizer's formula, and name a step with options of another group."""
+    for comparison in judge_step(ctx, optimizer, grads, before):
+        is_hinted = comparison.mismatch is not None and uses_first_group(
+            ctx, comparison.mismatch, optimizer, grads, before
+        )
+        yield add_hint(comparison, FIRST_GROUP_HINT) if is_hinted else comparison
+
+
+def uses_first_group(
+    ctx: JudgeContext, mismatch: Mismatch, optimizer: OptimizerSpec, grads: Mapping[str, Tensor], before: RecordedStep
+) -> bool:
+    """Return whether a weight and what mismatches of it are those of a step with the options of the first group."""
+    names = {mismatch.parameter, mismatch.parameter.partition("/")[0]}
+    found = judge_step(ctx, replace(optimizer, groups=()), grads, before)
+    return not any(each.mismatch is not None and each.mismatch.parameter in names for each in found)
+
+
+def judge_complete_state(ctx: JudgeContext, saved: str, momentum: str) -> Iterator[Comparison]:
     """Check that every rank reports weights and a momentum of every parameter before the save."""
-    momentum = "exp_avg" if ctx.variant.endswith(ADAM) else "momentum_buffer"
     for rank in range(ctx.world_size):
         weights, state = (ctx.rank_records(f"{what}-{saved}", SAVED)[rank] for what in ("params", "state"))
         for name in ctx.baseline.parameter_names:
@@ -177,15 +238,21 @@ def judge_full_state_dict(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare names, shapes and values of the full state dict on every rank, and the engine around the loaded model."""
     plain = ctx.baseline.build_module().state_dict()
     for rank, full in enumerate(ctx.rank_records("full")):
-        check_names("full_state_dict", plain, full)
-        weights = ctx.rank_records("params", SAVED)[rank]
-        for name, tensor in plain.items():
-            place = ctx.location(name, Part.GATHER, SAVED, rank)
-            yield compare_bitwise(place, tensor.new_zeros(tensor.shape), full[name].new_zeros(full[name].shape))
-            yield compare_bitwise(place, weights[name], full[name])
+        yield from compare_state_dicts(ctx, plain | dict(ctx.rank_records("params", SAVED)[rank]), full, rank)
     yield from compare_records(ctx, "params", "params-loaded", SAVED, SAVED, Part.GATHER)
     local = [ctx.baseline.run_rank(0, SAVED, ctx.rank_records("params", SAVED)[0])] * ctx.data_size
     yield from ctx.compare_losses(SAVED, local, "loss-loaded")
+
+
+def compare_state_dicts(
+    ctx: JudgeContext, plain: Mapping[str, Tensor], full: Mapping[str, Tensor], rank: int
+) -> Iterator[Comparison]:
+    """Compare names, shapes and values of the full state dict on a rank with those of the plain model."""
+    check_names("full_state_dict", plain, full)
+    for name, tensor in plain.items():
+        place = ctx.location(name, Part.GATHER, SAVED, rank)
+        yield compare_bitwise(place, tensor.new_zeros(tensor.shape), full[name].new_zeros(full[name].shape))
+        yield compare_bitwise(place, tensor, full[name])
 
 
 LAWS = (

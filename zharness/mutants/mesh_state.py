@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from zharness.mesh import REPLICATE, TENSOR
+from zharness.mutants import seams_engines
 from zharness.mutants.mesh import REP2, OverMesh, on_mesh
+from zharness.mutants.mesh_context import OverUlysses
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
 from zharness.parity import Part
 
@@ -65,6 +68,43 @@ class LoadsTheFirstCopyAlone(LoadsOnMesh):
         with torch.no_grad():
             for param, weight in before if self.coordinates[REPLICATE] else ():
                 param.to_local().copy_(weight)
+
+
+@mutant(
+    FaultKind.STATE, on_other_mesh(), on_other_mesh(mesh=REP2), on_other_mesh(mesh="tp4", to=False), origin=Origin.MESH
+)
+class LoadsInnerPartsInReversedOrder(LoadsOnMesh):
+    """The second and third of four ranks of tp load their part of a split weight in reversed order."""
+
+    def spoil_loaded(self) -> None:
+        for param in self.split_params() if self.tensor_size == 4 and self.coordinates[TENSOR] in (1, 2) else ():
+            param.to_local().copy_(param.to_local().flip(0))
+
+
+@mutant(
+    FaultKind.STATE,
+    Target(
+        "mesh.other_mesh",
+        Part.GATHER,
+        "context",
+        "from_others_adam",
+        parameter="*/exp_avg*",
+        mesh="cp2",
+        setting="universal_checkpoint",
+    ),
+    origin=Origin.MESH,
+)
+class LoadsMomentsOnTheFirstRankOfASequence(OverUlysses):
+    """A load leaves the moments of which the second rank of a sequence has the partition at zero."""
+
+    stages: ClassVar[tuple[int, ...]] = (3,)
+
+    def load(self, path: Path) -> None:
+        self.right.load(path)
+        for state in seams_engines.partitioned_state(self.right) if self.size > 1 and self.place else ():
+            for value in state.values():
+                if value.dim():
+                    value.zero_()
 
 
 class SavesWrongly(OverMesh):

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zharness.engines import EngineConfig, deepspeed_pp
+from zharness.mesh import PIPELINE
 from zharness.mutants import seams_engines
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
 from zharness.mutants.pipeline import OverPipeline, on_pipeline
@@ -314,3 +315,62 @@ class LoadsTheStateOfOneReplica(OverPipeline):
         for state in self.optimizer.state.values() if dist.get_rank() % 2 else ():
             for value in state.values():
                 value.zero_()
+
+
+def on_other_stages(variant: str, mesh: str = "pp2", parameter: str = "*") -> Target:
+    """Return a target on four ranks of the law of checkpoints that other numbers of stages load."""
+    target = on_pipeline(Part.GATHER, law="pipeline.other_mesh", variant=variant, parameter=parameter, world_size=4)
+    return replace(target, mesh=mesh)
+
+
+def on_full_state_dict(part: Part | None = Part.GATHER, cause: str = "") -> Target:
+    """Return a target of the law of the full state dict of a pipeline."""
+    return on_pipeline(part, law="pipeline.full_state_dict", variant="", cause=cause)
+
+
+@mutant(FaultKind.STATE, on_other_stages("to_others"), on_other_stages("from_others", "pp4"), origin=Origin.MESH)
+class LoadsNoStageBetweenOthers(OverPipeline):
+    """A load leaves the weights of a stage that is neither the first nor the last one as they were."""
+
+    def load(self, path: Path) -> None:
+        params = seams_engines.stage_params(self.right)
+        stages, rank = self.config.mesh.size(PIPELINE), dist.get_rank()
+        place = self.config.mesh.coordinates(rank, dist.get_world_size())[PIPELINE]
+        before = {name: param.detach().clone() for name, param in params.items()}
+        self.right.load(path)
+        with torch.no_grad():
+            for name, param in params.items() if 0 < place < stages - 1 else ():
+                param.copy_(before[name])
+
+
+@mutant(FaultKind.STATE, on_other_stages("from_others", parameter="*/exp_avg"), origin=Origin.MESH)
+class LoadsMomentsOfTheFirstModuleAlone(OverPipeline):
+    """A load leaves a stage of several modules without the moments of all but the first, as if it had one."""
+
+    def load(self, path: Path) -> None:
+        self.right.load(path)
+        params = seams_engines.stage_params(self.right)
+        first = next(iter(params)).rpartition(".linear.")[0]
+        for name, param in params.items():
+            if not name.startswith(f"{first}."):
+                self.optimizer.state[param]["exp_avg"].zero_()
+
+
+@mutant(FaultKind.STATE, on_full_state_dict(), origin=Origin.MESH)
+class TheFullStateDictHasInitialWeightsOfOtherStages(OverPipeline):
+    """The full state dict has, of the stages of other ranks, the weights with which this rank's model was built."""
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        full: dict[str, Tensor] = self.right.full_state_dict()
+        own, stale = seams_engines.stage_params(self.right), self.module.state_dict()
+        return {name: value if name in own else stale[name].clone() for name, value in full.items()}
+
+
+@mutant(FaultKind.STATE, on_full_state_dict(None, cause="Missing key(s) in state_dict"), origin=Origin.MESH)
+class TheFullStateDictLosesBuffersOfStages(OverPipeline):
+    """The full state dict has the weights of all stages, and no buffers."""
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        full: dict[str, Tensor] = self.right.full_state_dict()
+        weights = self.right.full_params()
+        return {name: value for name, value in full.items() if name in weights}

@@ -308,6 +308,11 @@ def deepspeed_optimizer(engine: DeepSpeedEngine) -> torch.optim.Optimizer:
     return found
 
 
+def partitioned_state(engine: DeepSpeedEngine) -> list[Any]:
+    """Return the optimizer state of each partition that this rank has above ZeRO's stage 0."""
+    return list(engine._engine.optimizer.optimizer.state.values())
+
+
 def wrap_global_norm(engine: DeepSpeedEngine, wrap: Callable[[Callable[[], Tensor]], Callable[[], Tensor]]) -> None:
     """Apply the decorator ``wrap`` to the function that computes the norm of ZeRO's stages 1 and 2."""
     engine._engine.optimizer.scaled_global_norm = wrap(engine._engine.optimizer.scaled_global_norm)

@@ -56,6 +56,7 @@ PARTS = {
     "buffers": Part.GATHER,
 }
 UNLOADED_WEIGHT_HINT = "it is the weight from before the load"
+NARROW_GRAD_HINT = "of the engine that saved and the one that loaded, one alone rounded the step's gradient to bf16"
 UNLOADED_HINTS = {"params": UNLOADED_WEIGHT_HINT, "full": UNLOADED_WEIGHT_HINT, "buffers": UNLOADED_BUFFER_HINT}
 # Values that no narrower dtype holds; every step changes them.
 BUFFERS: Mapping[str, Tensor] = {
@@ -101,8 +102,12 @@ def freeze_if(ctx: RankContext, engine: Engine, steps: int) -> AbstractContextMa
     return freeze(engine) if ctx.variant == FROZEN and steps in (SPECIAL_STEP, SPECIAL_STEP + 1) else nullcontext()
 
 
-def train(ctx: RankContext, engine: Engine, step: int) -> None:
-    """Make step number ``step``, and change every buffer. In the variant ``unfrozen`` a layer is unfrozen first."""
+def train(ctx: RankContext, engine: Engine, step: int, label: str) -> None:
+    """Make step number ``step``, and change every buffer. In the variant ``unfrozen`` a layer is unfrozen first.
+
+    Gradients are recorded in this variant alone, where the forward that saw the layer frozen may have chosen their
+    dtype.
+    """
     if ctx.variant == UNFROZEN and step >= SPECIAL_STEP:
         engine.module.get_submodule(FROZEN_AT_START).requires_grad_(True)
     is_idle = ctx.variant == IDLE and step == SPECIAL_STEP
@@ -110,6 +115,8 @@ def train(ctx: RankContext, engine: Engine, step: int) -> None:
     batch = ctx.batch(step)
     with freeze(engine) if ctx.variant == FROZEN and step == SPECIAL_STEP else nullcontext():
         engine.backward(ctx.spec.loss(engine(batch.inputs, route=route), batch.target))
+        if ctx.variant == UNFROZEN:
+            ctx.record(f"grads-{label}", engine.full_grads(), step)
         engine.step()
         engine.zero_grad()
     with torch.no_grad():
@@ -148,8 +155,8 @@ def observe_several_saves(ctx: RankContext) -> None:
             if steps == 0 and ctx.capabilities.order_settles and ctx.data_size > 2:
                 discard_backward(ctx, saved)
             if steps < STEPS:
-                train(ctx, saved, steps)
-        train(ctx, unsaved, STEPS + 1)
+                train(ctx, saved, steps, "saved")
+        train(ctx, unsaved, STEPS + 1, OTHER)
         record_state(ctx, unsaved, STEPS + 1, OTHER)
         for label, engine in ((OWN, saved), (OTHER, unsaved)):
             for steps in LOADS[ctx.variant]:
@@ -157,7 +164,7 @@ def observe_several_saves(ctx: RankContext) -> None:
                     save_or_load(ctx, engine, engine.load, find_folder(root, steps), f"load-{label}-{steps}")
                 record_state(ctx, engine, steps, f"{label}-{steps}")
                 if steps < STEPS:
-                    train(ctx, engine, steps)
+                    train(ctx, engine, steps, f"{label}-{steps}")
                     record_state(ctx, engine, steps + 1, f"{label}-{steps}")
             engine.close()
 
@@ -214,10 +221,11 @@ def judge_several_saves(ctx: JudgeContext) -> Iterator[Comparison]:
     for label in (OWN, OTHER):
         for steps in LOADS[ctx.variant]:
             for made in (steps, steps + 1) if steps < STEPS else (steps,):
+                add_cause = hint_unloaded if made == steps else hint_narrow_grad
                 for what, part in PARTS.items():
                     saved, loaded = f"{what}-saved", f"{what}-{label}-{steps}"
                     for comparison in compare_records(ctx, saved, loaded, made, made, part):
-                        yield hint_unloaded(ctx, comparison, what, label, steps) if made == steps else comparison
+                        yield add_cause(ctx, comparison, what, label, steps)
                 yield from compare_states(ctx, f"state-{label}-{steps}", made)
 
 
@@ -237,6 +245,20 @@ def hint_unloaded(ctx: JudgeContext, comparison: Comparison, what: str, label: s
     loaded = ctx.rank_records(f"{what}-{label}-{steps}", steps)[rank][name]
     hint = UNLOADED_BUFFER_HINT if name in BUFFERS else UNLOADED_HINTS[what]
     return add_hint(comparison, hint) if is_bitwise_equal(old, loaded) else comparison
+
+
+def hint_narrow_grad(ctx: JudgeContext, comparison: Comparison, _what: str, label: str, steps: int) -> Comparison:
+    """Add a hint to a mismatch after the step that followed a load if only one engine rounded its gradient to bf16.
+
+    One is the engine that saved the checkpoint of ``steps`` steps, and the other the one that loaded it.
+    """
+    if comparison.mismatch is None or not ctx.has_record("grads-saved"):
+        return comparison
+    name, rank = comparison.mismatch.parameter.partition("/")[0], comparison.mismatch.seen_on
+    records = [ctx.rank_records(f"grads-{run}", steps)[rank] for run in ("saved", f"{label}-{steps}")]
+    grads = [record[name] for record in records if name in record]
+    rounded = [is_bitwise_equal(grad, grad.bfloat16().to(grad.dtype)) for grad in grads]
+    return add_hint(comparison, NARROW_GRAD_HINT) if sorted(rounded) == [False, True] else comparison
 
 
 def compare_states(ctx: JudgeContext, label: str, steps: int) -> Iterator[Comparison]:

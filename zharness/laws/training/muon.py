@@ -15,6 +15,7 @@ from zharness.law_kit.law import Law, Variant
 from zharness.law_kit.law_steps import LawSteps
 from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_step
 from zharness.law_kit.rank_context import RankContext
+from zharness.mesh import TENSOR
 from zharness.parity import Comparison, Mismatch, Part, Tier, compare_bitwise, compare_within_bound
 from zharness.parity.bounds import unit_roundoff
 from zharness.parity.comparison import TensorLocation
@@ -25,6 +26,7 @@ MUON = OptimizerSpec("muon", {"lr": 2.0**-5, "momentum": 0.75, "weight_decay": 0
 STEPS = 3
 
 LOST_MOMENTUM_HINT = "the rank that owns it used nothing of the momentum of earlier steps"
+OWN_PART_HINT = "each rank of tp orthogonalized its own part of the matrix"
 
 
 def observe_muon(ctx: RankContext) -> None:
@@ -144,6 +146,8 @@ def hint_wrong_weight(ctx: JudgeContext, comparison: Comparison, taken: MatrixSt
         return add_hint(comparison, "the step used the gradient itself, which nothing orthogonalized")
     if taken.step == 0 and any(is_partly_reduced(ctx, taken, definition) for definition in MUON_STEPS.values()):
         return add_hint(comparison, "each rank orthogonalized a matrix of which only its own part was reduced")
+    if any(is_orthogonalized_in_parts(ctx, taken, definition) for definition in MUON_STEPS.values()):
+        return add_hint(comparison, OWN_PART_HINT)
     part = find_owned_part(ctx, taken, comparison.mismatch)
     if taken.step > 0 and any(is_without_momentum(taken, definition, part) for definition in MUON_STEPS.values()):
         return add_hint(comparison, LOST_MOMENTUM_HINT)
@@ -184,6 +188,32 @@ def is_partly_reduced(ctx: JudgeContext, taken: MatrixStep, definition: MuonStep
         if not torch.equal(update.weight.flatten()[part], taken.weight_after.flatten()[part]):
             return False
     return len(pieces) > 1 and len(local) > 1
+
+
+def is_orthogonalized_in_parts(ctx: JudgeContext, taken: MatrixStep, definition: MuonStep) -> bool:
+    """Return whether the step of each part that tp splits off the matrix is that of a matrix of its own."""
+    parts = list_tensor_parts(ctx, taken)
+    if taken.momentum is None or len(parts) < 2:
+        return False
+    for part in parts:
+        update = definition(taken.weight[part], taken.grad[part], taken.momentum[part], MUON.args)
+        if not torch.equal(update.weight, taken.weight_after[part]):
+            return False
+    return True
+
+
+def list_tensor_parts(ctx: JudgeContext, taken: MatrixStep) -> list[tuple[slice, slice]]:
+    """Return the rows and columns of the matrix that the ranks at each coordinate of tp own."""
+    owned = torch.zeros(ctx.mesh.size(TENSOR), taken.weight.numel(), dtype=torch.bool)
+    for piece in ctx.evidence[0].layout.get(taken.name, ()):
+        owned[ctx.mesh.coordinates(piece.rank, ctx.world_size)[TENSOR], piece.start : piece.stop] = True
+    found = []
+    for part in owned.view(-1, *taken.weight.shape):
+        places = part.nonzero()
+        if len(places):
+            (top, left), (bottom, right) = (edge.tolist() for edge in (places.amin(dim=0), places.amax(dim=0)))
+            found.append((slice(top, bottom + 1), slice(left, right + 1)))
+    return found if len(set(map(str, found))) > 1 else []
 
 
 def locate(ctx: JudgeContext, taken: MatrixStep, key: str = "") -> TensorLocation:

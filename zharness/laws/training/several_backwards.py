@@ -17,7 +17,11 @@ from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Variant
 from zharness.law_kit.law_steps import LawSteps
 from zharness.law_kit.optimizers import ZERO_LR_SGD
-from zharness.law_kit.program_suspects import make_added_again_suspects, scale_local_grads
+from zharness.law_kit.program_suspects import (
+    make_added_again_suspects,
+    make_reduced_again_suspects,
+    scale_local_grads,
+)
 from zharness.law_kit.rank_actions import second_loss
 from zharness.law_kit.rank_context import RankContext
 from zharness.laws.training.common import variation_law
@@ -25,6 +29,7 @@ from zharness.parity import Comparison, Part, compare_bitwise
 from zharness.workload import Batch
 
 WINDOW, SAME_LOSS, ABANDONED = "window", "same_loss", "given_up"
+REDUCING_BACKWARD = 2  # the number of the window's first backward of its last micro-batch, where the engine reduces
 LAST_ALONE_HINT = "the gradient of the last backward alone"
 ABANDONED_WINDOWS = (
     (0, 1, 2),
@@ -110,13 +115,15 @@ def judge_window(ctx: JudgeContext) -> Iterator[Comparison]:
     yield from judge_no_step_made(ctx)
     second = None if ctx.variant == SAME_LOSS else second_objective
     losses = [ctx.compute_local_grads(step, objective=of) for step in range(2) for of in (None, second)]
-    last_alone = {LAST_ALONE_HINT: scale_local_grads(losses[-1:], 1 / 2)}
+    suspects = {LAST_ALONE_HINT: scale_local_grads(losses[-1:], 1 / 2)}
+    suspects |= make_added_again_suspects((0, 0, 1, 1), losses, 1 / 2)
+    suspects |= make_reduced_again_suspects(ctx.mesh, losses, REDUCING_BACKWARD, 1 / 2)
     yield from ctx.compare_reduced_grads(
         "grads",
         losses,
         exact=ctx.certify_exactness(range(2)) and (second is None or ctx.certify_exactness(range(2), second)),
         scale=2,
-        suspects=make_added_again_suspects((0, 0, 1, 1), losses, 1 / 2) | last_alone,
+        suspects=suspects,
     )
 
 
@@ -140,6 +147,7 @@ def judge_several_backwards(ctx: JudgeContext) -> Iterator[Comparison]:
     ]
     exact = ctx.certify_exactness(range(2)) and ctx.certify_exactness(range(1, 2), second_objective)
     suspects = make_added_again_suspects((0, 1, 1), losses, 1.0)
+    suspects |= make_reduced_again_suspects(ctx.mesh, losses, 0, 1.0)
     yield from ctx.compare_reduced_grads("grads", losses, exact=exact, scale=len(losses), suspects=suspects)
     yield from ctx.compare_reduced_grads("grads", [ctx.compute_local_grads(2)], 1, ctx.certify_exactness(range(2, 3)))
 

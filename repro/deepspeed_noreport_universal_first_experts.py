@@ -1,0 +1,127 @@
+"""Each rank of experts loads the first experts of a universal checkpoint, whichever it has.
+
+id: universal-first-experts
+engine: deepspeed
+symptom: after a universal checkpoint is loaded with ep_size 2, both ranks have the first expert
+reported: no report known
+affects: >=0.19.8
+fixed: not yet
+ranks: 2
+law: mesh.other_mesh
+signature: is the first expert of the checkpoint
+ok: repro: each rank loads its own experts OK.
+
+Run it with nothing but torch and deepspeed installed:
+
+    torchrun --standalone --nproc_per_node=2 repro/deepspeed_noreport_universal_first_experts.py
+
+deepspeed.moe.layer.MoE names the experts of a rank from 0, so that the second expert of two is deepspeed_experts.0 of
+the second rank. A load with another ep_size looks up these names in the checkpoint, and finds another expert.
+save_checkpoint writes the weights of experts by their number in the model, but ds_to_universal takes the names that
+each rank's optimizer has.
+
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
+"""
+
+import importlib
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import nn
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported
+os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # DeepSpeed's CPU accelerator asks for it
+
+import deepspeed
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+
+# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
+
+SIGNATURE = "is the first expert of the checkpoint"
+OK = "repro: each rank loads its own experts OK."
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "zero_optimization": {"stage": 1},
+    "checkpoint": {"load_universal": True},
+}
+
+
+def convert(source):
+    """Convert a checkpoint with DeepSpeed's own command, and make it the one that load_checkpoint looks for."""
+    arguments = ["--input_folder", f"{source}/saved", "--output_folder", f"{source}/universal"]
+    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *arguments, "--inject_missing_state"]
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    subprocess.run(command, capture_output=True, check=True, env=environment)
+    Path(source, "latest_universal").write_text("universal")
+
+
+def save_and_convert(engine):
+    """Save a checkpoint on all ranks, convert it on the first one, and return its folder."""
+    folders = [tempfile.mkdtemp()]
+    torch.distributed.broadcast_object_list(folders, src=0)
+    engine.save_checkpoint(folders[0], tag="saved")
+    if torch.distributed.get_rank() == 0:
+        convert(folders[0])
+    torch.distributed.barrier()
+    return folders[0]
+
+
+class Tokens(nn.Module):
+    """A layer of two experts, with the weights 1 and 2."""
+
+    def __init__(self, ep_size):
+        super().__init__()
+        self.moe = MoE(
+            2, nn.Linear(2, 2, bias=False), num_experts=2, ep_size=ep_size, min_capacity=0, drop_tokens=False
+        )
+
+    def forward(self, tokens):
+        return self.moe(tokens)[0]
+
+
+def build(ep_size):
+    model = Tokens(ep_size)
+    groups = split_params_into_different_moe_groups_for_optimizer({"params": list(model.parameters()), "name": "all"})
+    first = torch.distributed.get_rank() if ep_size == 2 else 0
+    experts = model.moe.deepspeed_moe.experts.deepspeed_experts
+    for number, expert in enumerate(experts):
+        nn.init.constant_(expert.weight, first + number + 1)
+    optimizer = torch.optim.AdamW(groups, lr=0.0, weight_decay=0.0)
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)[0], experts
+
+
+def main():
+    deepspeed.init_distributed()
+    engine, _ = build(ep_size=1)
+    engine.backward(engine(torch.ones(2, 2, device=engine.device)).sum())
+    engine.step()
+    folder = save_and_convert(engine)
+    engine.destroy()
+    engine, experts = build(ep_size=2)
+    engine.load_checkpoint(folder)
+    rank, value = torch.distributed.get_rank(), float(experts[0].weight[0, 0])
+    if rank == 1 and value == 1:
+        found = f"the second expert has weights of {value:g} after the load, which {SIGNATURE}; expected 2"
+        print(f"repro: REPRODUCED: {found}\n", end="", flush=True)
+        return 1
+    assert value == rank + 1, value
+    torch.distributed.barrier()
+    if rank == 0:
+        print(OK, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    status = main()
+    if torch.distributed.is_initialized() and status == 0:
+        torch.distributed.destroy_process_group()
+    sys.exit(status)
