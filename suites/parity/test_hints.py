@@ -11,7 +11,13 @@ import pytest
 import torch
 
 from zharness.engines.protocol import Piece
-from zharness.law_kit.clipping import INFINITE_NORM_HINT, NO_GRADIENT_HINT, hint_missing_norm, hint_other_norm
+from zharness.law_kit.clipping import (
+    INFINITE_NORM_HINT,
+    NO_GRADIENT_HINT,
+    hint_missing_norm,
+    hint_other_norm,
+    hint_scaled_norm,
+)
 from zharness.law_kit.hints import (
     OLD_GRADIENT_ADDED_HINT,
     UNREDUCED_PARTS_HINT,
@@ -124,6 +130,23 @@ def test_the_hint_names_the_gradients_that_have_the_norm() -> None:
 def test_the_hint_names_a_norm_that_is_infinite_or_missing(norms: tuple[float, float], hint: str) -> None:
     place = TensorLocation(name="norm", part=Part.REDUCTION, step=0)
     hinted = hint_missing_norm(compare_bitwise(place, *map(torch.tensor, norms)))
+    assert hinted.mismatch is not None
+    assert hinted.mismatch.hint == hint
+
+
+@pytest.mark.parametrize(
+    ("norms", "hint"),
+    [
+        ((2.0, 1.0), "it is 0.5 x the right norm"),
+        ((2.0, 8.001), "it is 4 x the right norm"),
+        ((2.0, 1.01), ""),
+        ((2.0, 0.0), NO_GRADIENT_HINT),
+    ],
+)
+def test_the_hint_names_the_power_of_two_by_which_a_norm_is_wrong(norms: tuple[float, float], hint: str) -> None:
+    place = TensorLocation(name="norm", part=Part.REDUCTION, step=0)
+    compared = hint_missing_norm(compare_bitwise(place, *map(torch.tensor, norms)))
+    hinted = hint_scaled_norm(compared, torch.tensor(2.0**-8))
     assert hinted.mismatch is not None
     assert hinted.mismatch.hint == hint
 

@@ -13,7 +13,7 @@ from zharness.hunt.space import window_name
 from zharness.hunt.symptoms import find_symptom
 from zharness.law_kit.setting import split_settings
 from zharness.releases.repros import ReproVerdict, load_catalogue
-from zharness.run.expected_failures import ExpectedFailure, expected_failures_for
+from zharness.run.expected_failures import NUMBER, ExpectedFailure, expected_failures_for, has_signature
 from zharness.run.program_runner import ProgramOutcome, program_options
 from zharness.run.record import Verdict
 from zharness.workload.programs import BACKWARD_ACTS, Act, LayerKind, Mark, Program
@@ -115,7 +115,7 @@ def is_recorded_cause(entry: ExpectedFailure, outcome: ProgramOutcome) -> bool:
     is_crash = outcome.verdict is Verdict.CRASH
     return any(
         (has_text(signature) or bool(entry.details))
-        and (normalize(signature) in normalize(outcome.cause) if is_crash else signature in outcome.cause)
+        and (normalize(signature) in normalize(outcome.cause) if is_crash else has_signature(outcome.cause, signature))
         for signature in entry.signatures
         if is_crash or not signature.startswith("only ")  # a count of wrong elements belongs to one model
     )
@@ -123,7 +123,10 @@ def is_recorded_cause(entry: ExpectedFailure, outcome: ProgramOutcome) -> bool:
 
 def has_text(signature: str) -> bool:
     """Return whether ``signature`` has enough letters to be told from other causes, beside words of every mismatch."""
-    return sum(character.isalpha() for character in _COMMON_WORDS.sub("", signature)) > MIN_SIGNATURE_LETTERS
+    return (
+        sum(character.isalpha() for character in _COMMON_WORDS.sub("", signature.replace(NUMBER, "")))
+        > MIN_SIGNATURE_LETTERS
+    )
 
 
 def iter_leaf_keys(options: Mapping[str, Any]) -> Iterator[str]:

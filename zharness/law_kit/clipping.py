@@ -19,6 +19,7 @@ from zharness.parity.bounds import BoundedTensor, gamma
 
 NO_GRADIENT_HINT = "it is the norm of no gradient"
 INFINITE_NORM_HINT = "it is infinite, and the gradients are finite"
+NORM_FACTORS = (0.25, 0.5, 2.0, 4.0)  # of which another number of ranks or micro-batches gives one
 
 CLIP_ROUNDINGS = 3  # torch.nn.utils.clip_grad_norm_ rounds the norm, norm + 1e-6, and the quotient
 
@@ -91,6 +92,17 @@ def hint_other_norm(comparison: Comparison, suspects: Mapping[str, Mapping[str, 
     return comparison
 
 
+def hint_scaled_norm(comparison: Comparison, error: Tensor) -> Comparison:
+    """Add to a mismatch that has no hint the power of two by which the norm is wrong, within ``error`` times it."""
+    mismatch = comparison.mismatch
+    if mismatch is None or mismatch.hint:
+        return comparison
+    for factor in NORM_FACTORS:
+        if abs(mismatch.actual - factor * mismatch.expected) <= factor * float(error):
+            return add_hint(comparison, f"it is {factor:g} x the right norm")
+    return comparison
+
+
 def judge_clip_factor(
     ctx: JudgeContext,
     label: str,
@@ -132,5 +144,6 @@ def judge_reported_norm(
     for rank, rank_norm in enumerate(reported):
         if rank_norm is not None:
             place = ctx.location("norm", Part.REDUCTION, step, rank)
-            yield hint_other_norm(hint_missing_norm(compare_within_bound(place, norm, rank_norm, error)), suspects)
+            comparison = hint_missing_norm(compare_within_bound(place, norm, rank_norm, error))
+            yield hint_other_norm(hint_scaled_norm(comparison, error), suspects)
     return reported[0]

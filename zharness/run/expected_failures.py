@@ -43,6 +43,8 @@ ONE, SEVERAL = "one", "several"  # data coordinates of a mesh
 DEFAULT_KEYS = ("engine", "releases")  # above the tables, for those that do not set them
 AROUND = "around"  # above the tables of a user's file: the engine on which that of the file is built
 TABLES = ("expected_failure", "excuse")  # the second is the older name, as ``check`` is of ``law``
+NUMBER = "{number}"  # in a signature: any number, as of a seed's weights
+_NUMBER = r"[-+]?(?:\d+(?:\.\d+)?(?:e[-+]?\d+)?|inf|nan)"
 _HEADER = re.compile(rf"\s*\[\[\s*({'|'.join(TABLES)})\s*\]\]\s*(#.*)?")
 
 
@@ -57,8 +59,9 @@ class ExpectedFailure:
     ``engine_variants`` is one part of a setting, or several joined by ``+`` that a cell has together; cells with one of
     ``unless_engine_variants`` are not covered.
     ``releases`` is a version specifier (PEP 440) of the bad releases. The cell has to end with ``verdict``, and one of
-    ``signatures`` has to occur in its cause. If ``details`` is not empty, one of its texts also has to occur in the
-    ranks' tracebacks and output; use it if the cause says little. A cell that fails in another way is not excused.
+    ``signatures`` has to occur in its cause, where NUMBER in it is any number. If ``details`` is not empty, one of its
+    texts also has to occur in the ranks' tracebacks and output; use it if the cause says little. A cell that fails in
+    another way is not excused.
 
     ``documented`` is the address of documentation that states the difference, and ``remedy`` the engine options that
     it recommends. With both, the cell is run again with the remedy, and its verdict is ``contract`` if it passes.
@@ -150,7 +153,7 @@ class ExpectedFailure:
 
     def matches_failure(self, cause: str, details: str) -> bool:
         """Return whether a cell with this cause and these details failed in the expected way."""
-        is_same_cause = any(signature in cause for signature in self.signatures)
+        is_same_cause = any(has_signature(cause, signature) for signature in self.signatures)
         return is_same_cause and (not self.details or any(text in details for text in self.details))
 
     def describes_failure(self, verdict: str, cause: str, details: str) -> bool:
@@ -200,7 +203,18 @@ def list_bounds(releases: str, operators: Sequence[str]) -> list[Version]:
 
 def _every_text_has_a_part(texts: Sequence[str], parts: Sequence[str]) -> bool:
     """Return whether one of ``parts`` occurs in each of ``texts``."""
-    return all(any(part in text for part in parts) for text in texts)
+    return all(any(part in text or has_signature(text, part) for part in parts) for text in texts)
+
+
+def has_signature(cause: str, signature: str) -> bool:
+    """Return whether a signature occurs in a cause; NUMBER in it matches any number there."""
+    return signature in cause if NUMBER not in signature else compile_signature(signature).search(cause) is not None
+
+
+@cache
+def compile_signature(signature: str) -> re.Pattern[str]:
+    """Return the pattern of a signature."""
+    return re.compile(_NUMBER.join(map(re.escape, signature.split(NUMBER))))
 
 
 def _names_variant(names: Sequence[str], engine_variant: str) -> bool:
