@@ -48,13 +48,10 @@ from zharness.law_kit.window_scenarios import WindowScenario
 from zharness.laws import double_backward
 from zharness.laws.circumstances.windows import FURTHER_READS, UNDIVIDED_READ_HINT, TrainWithReadOutside
 from zharness.laws.double_backward import FIRST_ORDER_HINT, judge_gradient_penalty, penalize_input_gradient
-from zharness.laws.training.muon import LOST_MOMENTUM_HINT, MUON, MatrixStep, hint_wrong_weight
-from zharness.mesh import DEFAULT_MESH
 from zharness.parity import Part, compare_bitwise
 from zharness.parity.attribution import describe_wrong_elements
-from zharness.parity.baseline import Baseline, LocalResult
+from zharness.parity.baseline import Baseline
 from zharness.parity.comparison import TensorLocation
-from zharness.parity.muon import step_like_torch
 from zharness.parity.snapshot import RankEvidence, Snapshot
 from zharness.workload import model_spec
 
@@ -374,36 +371,3 @@ def test_the_hint_names_a_read_outside_of_the_forward_that_is_not_divided(ranks:
     found = [each.mismatch for each in judge_windows(ctx, FURTHER_READS["outside_2_by_engine"]) if each.mismatch]
     assert {mismatch.parameter for mismatch in found} == ({"experts.1.weight"} if factor != 1 else set())
     assert all((mismatch.hint == UNDIVIDED_READ_HINT) is (factor == 2) for mismatch in found)
-
-
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon is of torch 2.9 and later")
-@pytest.mark.parametrize(
-    ("step", "kept", "wrong_part", "is_hinted"),
-    [
-        (1, 0.0, slice(None), True),
-        (1, 0.0, slice(4, 6), True),  # the other rank's part is right
-        (1, 0.5, slice(None), False),
-        (0, 0.0, slice(None), False),
-    ],
-)
-def test_the_hint_names_a_step_of_muon_without_earlier_momentum(
-    step: int, kept: float, wrong_part: slice, is_hinted: bool
-) -> None:
-    weight, momentum = torch.ones(3, 2), torch.tensor([[0.0, 4.0], [8.0, 0.0], [2.0, 1.0]])
-    grad = torch.tensor([[2.0, 0.0], [0.0, 8.0], [0.0, 0.0]])
-    after, found = (step_like_torch(weight, grad, factor * momentum, MUON.args) for factor in (1, kept))
-    moved = after.weight.clone()
-    moved.flatten()[wrong_part] = found.weight.flatten()[wrong_part]
-    taken = MatrixStep(step, "weight", grad, weight, momentum, moved, after.momentum)
-    pieces = (Piece(0, 0, 4), Piece(1, 4, 6))
-    ctx: Any = SimpleNamespace(
-        evidence=[RankEvidence((), {"weight": pieces})],
-        compute_local_grads=lambda at: [LocalResult(grad, {"weight": grad})] * 2,
-        data_coordinate=lambda rank: rank,
-        mesh=DEFAULT_MESH,
-        world_size=2,
-    )
-    wrong = compare_bitwise(TensorLocation("weight", Part.OPTIMIZER, step, pieces=pieces), after.weight, moved)
-    mismatch = hint_wrong_weight(ctx, wrong, taken).mismatch
-    assert mismatch is not None
-    assert (mismatch.hint == LOST_MOMENTUM_HINT) is is_hinted

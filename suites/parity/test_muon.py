@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zharness.engines.protocol import Piece
-from zharness.laws.training.muon import MUON, OWN_PART_HINT, MatrixStep, hint_wrong_weight
+from zharness.laws.training.muon import LOST_MOMENTUM_HINT, MUON, OWN_PART_HINT, MatrixStep, hint_wrong_weight
 from zharness.mesh import Mesh
 from zharness.parity import Part, RankEvidence, compare_bitwise
 from zharness.parity.baseline import LocalResult
@@ -113,3 +113,35 @@ def test_the_hint_names_parts_of_tp_that_are_orthogonalized_alone(
     mismatch = hint_wrong_weight(ctx, found, taken).mismatch
     assert mismatch is not None
     assert (mismatch.hint == OWN_PART_HINT) is is_hinted
+
+
+@pytest.mark.parametrize(
+    ("step", "kept", "wrong_part", "is_hinted"),
+    [
+        (1, 0.0, slice(None), True),
+        (1, 0.0, slice(4, 6), True),  # the other rank's part is right
+        (1, 0.5, slice(None), False),
+        (0, 0.0, slice(None), False),
+    ],
+)
+def test_the_hint_names_a_step_of_muon_without_earlier_momentum(
+    step: int, kept: float, wrong_part: slice, is_hinted: bool
+) -> None:
+    weight, momentum = torch.ones(3, 2), torch.tensor([[0.0, 4.0], [8.0, 0.0], [2.0, 1.0]])
+    grad = torch.tensor([[2.0, 0.0], [0.0, 8.0], [0.0, 0.0]])
+    after, found = (step_like_torch(weight, grad, factor * momentum, MUON.args) for factor in (1, kept))
+    moved = after.weight.clone()
+    moved.flatten()[wrong_part] = found.weight.flatten()[wrong_part]
+    taken = MatrixStep(step, "weight", grad, weight, momentum, moved, after.momentum)
+    pieces = (Piece(0, 0, 4), Piece(1, 4, 6))
+    ctx: Any = SimpleNamespace(
+        evidence=[RankEvidence((), {"weight": pieces})],
+        compute_local_grads=lambda at: [LocalResult(grad, {"weight": grad})] * 2,
+        data_coordinate=lambda rank: rank,
+        mesh=Mesh.parse(""),
+        world_size=2,
+    )
+    wrong = compare_bitwise(TensorLocation("weight", Part.OPTIMIZER, step, pieces=pieces), after.weight, moved)
+    mismatch = hint_wrong_weight(ctx, wrong, taken).mismatch
+    assert mismatch is not None
+    assert (mismatch.hint == LOST_MOMENTUM_HINT) is is_hinted

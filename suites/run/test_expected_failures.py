@@ -373,24 +373,6 @@ def test_an_entry_behind_a_wider_one_is_not_matchable_and_one_with_another_signa
     assert list_matchable_entries(cell, "1.0", (shadowed, first)) == [shadowed, first]
 
 
-@pytest.mark.parametrize(
-    ("cause", "matches"),
-    [
-        ("shift[7] (owned by rank 1); it is -0.5 x the right one", True),
-        ("shift[0] (owned by rank 1); it is 1.5e-07 x the right one", True),
-        ("shift[0] (owned by rank 1); it is x the right one", False),
-        ("shift[a] (owned by rank 1); it is 2 x the right one", False),
-        ("shift[7] (owned by rank 0); it is 2 x the right one", False),
-    ],
-)
-def test_a_signature_may_leave_numbers_open(cause: str, matches: bool) -> None:
-    signature = "shift[{number}] (owned by rank 1); it is {number} x the right one"
-    entry = replace(ENTRY_OF_ANY_SETTING, signatures=(signature,))
-    assert entry.describes_failure("fail", cause, "") is matches
-    assert entry.subsumes(replace(entry, signatures=(cause,))) is matches
-    assert entry.subsumes(entry)
-
-
 def test_an_entry_for_every_law_may_not_end_behind_the_newest_release_known() -> None:
     entry = replace(ENTRY_OF_ANY_SETTING, engine="deepspeed", check="*", releases="<=0.19.5")
     require_narrow_entry(entry)
