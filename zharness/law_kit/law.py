@@ -36,6 +36,9 @@ class MeshSupport(Enum):
     ANY = "the law is stated for data parallelism and for every mesh"
     ONLY = "the law is about a mesh of several axes"
     SEVERAL_COORDINATES = "the law compares ranks of several data coordinates on a mesh, and here all have one"
+    ONE_COORDINATE_BESIDE_TP = (
+        "tp adds up sums in parts, and float32 does not hold every sum of the batches of several data coordinates"
+    )
 
 
 class ModelScope(Enum):

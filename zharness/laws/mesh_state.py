@@ -5,8 +5,8 @@ Every rank trains the micro-batch of the first data coordinate, so that a mean g
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -32,6 +32,8 @@ from zharness.workload import ModelSpec
 # integers, and nothing else, so that the model stays exact. Every parameter has a momentum.
 LAST_BIAS_STEPS = OptimizerSpec("sgd", {"lr": 0.0, "momentum": 0.5}, groups=(GroupSpec("[dl]*.bias", {"lr": 4.0}),))
 MESHES = tuple(map(Mesh.parse, ("", "tp2", "tp4", "rep2", "rep2,tp2", "cp2", "ep1", "ep2", "ep4")))
+# Adam's state contains a tensor like SGD's momentum, so that variants of SGD load on fewer meshes.
+SGD_MESHES = tuple(map(Mesh.parse, ("", "tp2", "ep1", "ep2")))
 TO_OTHERS, FROM_OTHERS = "to_others", "from_others"
 FIRST_GROUP_HINT = "its step used the options of the first parameter group, in which it is not"
 ADAM = "_adam"  # the end of the names of variants that step with Adam, the state that universal checkpoints have
@@ -44,7 +46,7 @@ def label_mesh(mesh: Mesh) -> str:
     return mesh.label or "dp_shard"
 
 
-def select_other_meshes(ctx: RankContext, meshes: Sequence[Mesh] = MESHES) -> list[Mesh]:
+def select_other_meshes(ctx: RankContext, meshes: Sequence[Mesh]) -> list[Mesh]:
     """Return those of ``meshes`` that the engine can have on these ranks with this model, but not the cell's mesh."""
     claims = ctx.capabilities
     return [
@@ -88,37 +90,39 @@ def build_other_model(ctx: RankContext) -> nn.Module:
     return ctx.spec.model(ctx.seed + 1)
 
 
-def observe_to_others(ctx: RankContext) -> None:
-    """Save on the cell's mesh after a step, load on each other mesh, and make a step there."""
-    own = ctx.config.mesh
-    with shared_folder() as folder:
-        save_on_mesh(ctx, own, folder, f"saved-{label_mesh(own)}")
-        for other in select_other_meshes(ctx):
-            load_on_mesh(ctx, other, folder, f"loaded-{label_mesh(other)}")
+@dataclass(frozen=True)
+class MeshTraining:
+    """How the engines of a law train that saves on one mesh and loads on others.
+
+    ``run_batch`` runs forward and backward of the first data coordinate's micro-batch with a number, and records loss
+    and gradients under a label.
+    """
+
+    optimizer: OptimizerSpec
+    meshes: Sequence[Mesh]
+    run_batch: Callable[[RankContext, Engine, int, str], None]
 
 
-def observe_from_others(ctx: RankContext) -> None:
-    """Save on each other mesh after a step, load on the cell's mesh, and make a step there."""
-    for other in select_other_meshes(ctx):
+def observe_meshes(ctx: RankContext, training: MeshTraining) -> None:
+    """Save after a step on the cell's mesh and load on each other one, or the other way round, as the variant says."""
+    own, others = ctx.config.mesh, select_other_meshes(ctx, training.meshes)
+    if ctx.variant.startswith(TO_OTHERS):
         with shared_folder() as folder:
-            save_on_mesh(ctx, other, folder, f"saved-{label_mesh(other)}")
-            load_on_mesh(ctx, ctx.config.mesh, folder, f"loaded-{label_mesh(other)}")
+            save_on_mesh(ctx, training, own, folder)
+            for other in others:
+                load_on_mesh(ctx, training, other, folder, f"loaded-{label_mesh(other)}")
+        return
+    for other in others:
+        with shared_folder() as folder:
+            save_on_mesh(ctx, training, other, folder)
+            load_on_mesh(ctx, training, own, folder, f"loaded-{label_mesh(other)}")
 
 
-def observe_other_mesh(ctx: RankContext) -> None:
-    """Save and load in the direction that the law variant names."""
-    (observe_to_others if ctx.variant.startswith(TO_OTHERS) else observe_from_others)(ctx)
-
-
-def choose_optimizer(variant: str) -> OptimizerSpec:
-    """Return the optimizer of a law variant, whose steps keep the model exact."""
-    return SIGN_STEPS if variant.endswith(ADAM) else LAST_BIAS_STEPS
-
-
-def save_on_mesh(ctx: RankContext, mesh: Mesh, folder: Path, label: str) -> None:
+def save_on_mesh(ctx: RankContext, training: MeshTraining, mesh: Mesh, folder: Path) -> None:
     """Make a step on ``mesh``, and save the engine."""
-    engine = ctx.build_engine(mesh=mesh, optimizer=choose_optimizer(ctx.variant))
-    train_shared_batch(ctx, engine, 0, label)
+    label = f"saved-{label_mesh(mesh)}"
+    engine = ctx.build_engine(mesh=mesh, optimizer=training.optimizer)
+    training.run_batch(ctx, engine, 0, label)
     engine.step()
     engine.zero_grad()
     ctx.record_training_state(engine, SAVED, f"-{label}")
@@ -126,17 +130,27 @@ def save_on_mesh(ctx: RankContext, mesh: Mesh, folder: Path, label: str) -> None
     engine.close()
 
 
-def load_on_mesh(ctx: RankContext, mesh: Mesh, folder: Path, label: str) -> None:
+def load_on_mesh(ctx: RankContext, training: MeshTraining, mesh: Mesh, folder: Path, label: str) -> None:
     """Load the checkpoint on ``mesh`` into an engine around other weights, and make a step."""
-    optimizer = choose_optimizer(ctx.variant)
-    engine = ctx.build_engine_around(build_other_model(ctx), mesh=mesh, optimizer=optimizer)
+    engine = ctx.build_engine_around(build_other_model(ctx), mesh=mesh, optimizer=training.optimizer)
     engine.load(folder)
     ctx.record_training_state(engine, SAVED, f"-{label}")
-    train_shared_batch(ctx, engine, SAVED, label)
+    training.run_batch(ctx, engine, SAVED, label)
     engine.step()
     engine.zero_grad()
     ctx.record_training_state(engine, SAVED + 1, f"-{label}")
     engine.close()
+
+
+def observe_other_mesh(ctx: RankContext) -> None:
+    """Save and load in the direction, and with the optimizer, that the law variant names."""
+    meshes = MESHES if ctx.variant.endswith(ADAM) else SGD_MESHES
+    observe_meshes(ctx, MeshTraining(choose_optimizer(ctx.variant), meshes, train_shared_batch))
+
+
+def choose_optimizer(variant: str) -> OptimizerSpec:
+    """Return the optimizer of a law variant, whose steps keep the model exact."""
+    return SIGN_STEPS if variant.endswith(ADAM) else LAST_BIAS_STEPS
 
 
 def judge_other_mesh(ctx: JudgeContext) -> Iterator[Comparison]:

@@ -151,13 +151,33 @@ def require_exact_batch(ctx: JudgeContext, number: int, weights: Mapping[str, Te
 
 
 def compare_micro_losses(ctx: JudgeContext, micros: list[list[LocalResult]], number: int = 0) -> Iterator[Comparison]:
-    """Check that every rank got the loss of each micro-batch, in their order, unless tp rounds it in parts."""
+    """Check that every rank got the loss of each micro-batch, in their order; beside tp see compare_split_losses."""
     if splits_sums(ctx):
+        yield from compare_split_losses(ctx, micros, number)
         return
     for rank, record in enumerate(ctx.rank_records("losses", number)):
         for (name, loss), row in zip(record.items(), micros, strict=True):
             place = ctx.location(name, Part.FORWARD, number, rank)
             yield compare_bitwise(place, row[ctx.data_coordinate(rank)].loss, loss)
+
+
+def compare_split_losses(ctx: JudgeContext, micros: list[list[LocalResult]], number: int) -> Iterator[Comparison]:
+    """Check that ranks of a data coordinate got equal losses, each nearer to its micro-batch's own than to another's.
+
+    No bound holds for a loss that tp adds up in parts, so that its value is not compared.
+    """
+    records = ctx.rank_records("losses", number)
+    for rank, record in enumerate(records):
+        at = ctx.data_coordinate(rank)
+        first = records[next(other for other in range(ctx.world_size) if ctx.data_coordinate(other) == at)]
+        own = torch.stack([row[at].loss for row in micros])
+        for index, (name, loss) in enumerate(record.items()):
+            place = ctx.location(name, Part.FORWARD, number, rank)
+            yield compare_bitwise(place, first[name], loss)
+            distances = (own - loss).abs()
+            is_nearest = bool(distances[index] <= distances.min())  # False for a loss that is not a number
+            mismatch = compare_bitwise(replace(place, name=f"nearest loss to {name}"), scalar(1), scalar(is_nearest))
+            yield add_hint(mismatch, "it is nearer to the loss of another micro-batch")
 
 
 def compare_batch_grads(ctx: JudgeContext, micros: list[list[LocalResult]]) -> Iterator[Comparison]:

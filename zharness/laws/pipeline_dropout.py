@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from zharness.errors import RoundedScenarioError
 from zharness.law_kit.hints import add_hint
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.law import Variant
+from zharness.law_kit.law import MeshSupport, Variant
 from zharness.law_kit.optimizers import ZERO_LR_SGD
 from zharness.law_kit.rank_context import RankContext, scalar
 from zharness.laws.pipeline import (
@@ -185,18 +185,18 @@ def certify_any_mask(ctx: JudgeContext) -> Exactness:
     return certify_exactness(replace(ctx.baseline, spec=spec), range(MICRO_BATCHES), ctx.dtype)
 
 
-LAWS = (
-    pipeline_law(
-        "dropout",
-        "each stage draws a mask of its own for each micro-batch, once or again in backward, and gradients fit",
-        observe_dropout,
-        judge_dropout,
-        tuple(
-            Variant(f"{name}{suffix}", schedules=(name,), micro_batches=MICRO_BATCHES)
-            for suffix in ("", RECOMPUTED)
-            for name in SCHEDULES
-        ),
-        models=("dropped_chain",),
-        kept_because="the only law of random numbers and of recomputation in a pipeline",
+_LAW = pipeline_law(
+    "dropout",
+    "each stage draws a mask of its own for each micro-batch, once or again in backward, and gradients fit",
+    observe_dropout,
+    judge_dropout,
+    tuple(
+        Variant(f"{name}{suffix}", schedules=(name,), micro_batches=MICRO_BATCHES)
+        for suffix in ("", RECOMPUTED)
+        for name in SCHEDULES
     ),
+    models=("dropped_chain",),
+    kept_because="the only law of random numbers and of recomputation in a pipeline",
 )
+
+LAWS = (replace(_LAW, mesh_support=MeshSupport.ONE_COORDINATE_BESIDE_TP),)

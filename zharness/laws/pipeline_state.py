@@ -6,7 +6,6 @@ Every rank trains the micro-batch of the first data coordinate, so that a gradie
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -16,18 +15,17 @@ from zharness.law_kit.dtypes import DTYPES
 from zharness.law_kit.integer_steps import BIAS_SIGNS
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Variant
-from zharness.law_kit.rank_actions import shared_folder
 from zharness.law_kit.rank_context import RankContext
 from zharness.law_kit.record_comparisons import compare_records
 from zharness.laws.mesh_state import (
     FROM_OTHERS,
     SAVED,
     TO_OTHERS,
+    MeshTraining,
     build_other_model,
     compare_state_dicts,
     judge_meshes,
-    label_mesh,
-    select_other_meshes,
+    observe_meshes,
 )
 from zharness.laws.pipeline import pipeline_law
 from zharness.mesh import Mesh
@@ -36,52 +34,17 @@ from zharness.parity import Comparison, Part
 MESHES = tuple(map(Mesh.parse, ("pp1", "pp2", "pp4", "tp2,pp2")))  # on pp1 all modules are one stage
 
 
-def train_shared_batch(ctx: RankContext, engine: Engine, step: int, label: str) -> None:
+def run_shared_batch(ctx: RankContext, engine: Engine, step: int, label: str) -> None:
     """Run the first data coordinate's micro-batch, and record its loss and the gradients."""
     batch = ctx.spec.micro_batch(ctx.seed, 0, step).to(DTYPES[ctx.config.dtype], ctx.device)
     (loss,) = require_train_batch(engine).train_batch([(batch.inputs, batch.target)], ctx.spec.loss)
     ctx.record(f"loss-{label}", {"loss": loss}, step)
     ctx.record(f"grads-{label}", engine.full_grads(), step)
-    engine.step()
-    engine.zero_grad()
-
-
-def save_on_mesh(ctx: RankContext, mesh: Mesh, folder: Path) -> None:
-    """Make a step on ``mesh``, and save the engine."""
-    label = f"saved-{label_mesh(mesh)}"
-    engine = ctx.build_engine(mesh=mesh, optimizer=BIAS_SIGNS)
-    train_shared_batch(ctx, engine, 0, label)
-    ctx.record_training_state(engine, SAVED, f"-{label}")
-    engine.save(folder)
-    engine.close()
-
-
-def load_on_mesh(ctx: RankContext, mesh: Mesh, folder: Path, label: str) -> None:
-    """Load the checkpoint on ``mesh`` into an engine around other weights, and make a step."""
-    engine = ctx.build_engine_around(build_other_model(ctx), mesh=mesh, optimizer=BIAS_SIGNS)
-    engine.load(folder)
-    ctx.record_training_state(engine, SAVED, f"-{label}")
-    train_shared_batch(ctx, engine, SAVED, label)
-    ctx.record_training_state(engine, SAVED + 1, f"-{label}")
-    engine.close()
 
 
 def observe_other_mesh(ctx: RankContext) -> None:
-    """Save after a step on the cell's mesh and load on each other one, or the other way round, and make a step there.
-
-    The variant says which way.
-    """
-    own, others = ctx.config.mesh, select_other_meshes(ctx, MESHES)
-    if ctx.variant == TO_OTHERS:
-        with shared_folder() as folder:
-            save_on_mesh(ctx, own, folder)
-            for other in others:
-                load_on_mesh(ctx, other, folder, f"loaded-{label_mesh(other)}")
-        return
-    for other in others:
-        with shared_folder() as folder:
-            save_on_mesh(ctx, other, folder)
-            load_on_mesh(ctx, own, folder, f"loaded-{label_mesh(other)}")
+    """Save after a step, and load on another number of stages, in the direction that the law variant names."""
+    observe_meshes(ctx, MeshTraining(BIAS_SIGNS, MESHES, run_shared_batch))
 
 
 def judge_other_mesh(ctx: JudgeContext) -> Iterator[Comparison]:
@@ -97,10 +60,12 @@ def add_buffers(model: nn.Module, plan: tuple[str, ...]) -> nn.Module:
 
 
 def observe_full_state_dict(ctx: RankContext) -> None:
-    """Make a step, load the full state dict into a plain model, and build a second engine around it."""
+    """Make a step, load the full state dict into a plain model, build a second engine around it, and run a batch."""
     model, other = ctx.spec.model(ctx.seed), build_other_model(ctx)
     engine = ctx.build_engine_around(add_buffers(model, ctx.spec.pp_plan), optimizer=BIAS_SIGNS)
-    train_shared_batch(ctx, engine, 0, "before")
+    run_shared_batch(ctx, engine, 0, "before")
+    engine.step()
+    engine.zero_grad()
     ctx.record("params", engine.full_params(), SAVED)
     full = require_full_state_dict(engine).full_state_dict()
     ctx.record("full", full)
@@ -108,6 +73,7 @@ def observe_full_state_dict(ctx: RankContext) -> None:
     add_buffers(other, ctx.spec.pp_plan).load_state_dict(full)
     loaded = ctx.build_engine_around(other, optimizer=BIAS_SIGNS)
     ctx.record("params-loaded", loaded.full_params(), SAVED)
+    run_shared_batch(ctx, loaded, SAVED, "loaded")
     loaded.close()
 
 
@@ -117,6 +83,8 @@ def judge_full_state_dict(ctx: JudgeContext) -> Iterator[Comparison]:
         plain = ctx.baseline.build_module(ctx.rank_records("params", SAVED)[rank])
         yield from compare_state_dicts(ctx, add_buffers(plain, ctx.baseline.spec.pp_plan).state_dict(), full, rank)
     yield from compare_records(ctx, "params", "params-loaded", SAVED, SAVED, Part.GATHER)
+    local = [ctx.baseline.run_rank(0, SAVED, ctx.rank_records("params", SAVED)[0])] * ctx.data_size
+    yield from ctx.compare_losses(SAVED, local, "loss-loaded")
 
 
 LAWS = (

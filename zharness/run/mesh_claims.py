@@ -17,7 +17,11 @@ from zharness.workload.user_model import is_user_model
 
 def needs_mesh(law: Law) -> bool:
     """Return whether ``law`` has no cell on data parallelism alone."""
-    return law.mesh_support in (MeshSupport.ONLY, MeshSupport.SEVERAL_COORDINATES)
+    return law.mesh_support in (
+        MeshSupport.ONLY,
+        MeshSupport.SEVERAL_COORDINATES,
+        MeshSupport.ONE_COORDINATE_BESIDE_TP,
+    )
 
 
 def applies_to_model(law: Law, model: str, mesh: Mesh) -> bool:
@@ -236,6 +240,7 @@ def reason_mesh_not_stated(law: Law, cell: Cell, capabilities: Capabilities) -> 
         MeshSupport.FINITE_EXPERTS: EXPERT in cell.mesh.axes,
         MeshSupport.SMALLER_WORLDS: cell.mesh.smallest_world == cell.world_size,
         MeshSupport.SEVERAL_COORDINATES: cell.mesh.data_size(cell.world_size) == 1,
+        MeshSupport.ONE_COORDINATE_BESIDE_TP: TENSOR in cell.mesh.axes and cell.mesh.data_size(cell.world_size) > 1,
     }
     if excludes.get(law.mesh_support):
         on_mesh = f" and the mesh {cell.mesh.label}" if cell.mesh.sizes else ""
