@@ -22,6 +22,7 @@ from zharness.law_kit.law import MeshSupport
 from zharness.law_kit.optimizers import ZERO_LR_SGD
 from zharness.law_kit.rank_context import RankContext, scalar
 from zharness.laws.resources.common import resource_law
+from zharness.mesh import TENSOR
 from zharness.parity import Comparison, Part, compare_within_range
 from zharness.parity.comparison import TensorLocation
 
@@ -67,7 +68,8 @@ class CheckpointedLayers(nn.Module):
 
 def add_split_layers(ctx: RankContext, model: nn.Module) -> nn.Module:
     """Give ``model`` the layers, attention or experts that the mesh splits, which no forward calls, and return it."""
-    for name in (*ctx.config.tp_plan, *ctx.config.cp_plan, *ctx.config.ep_plan):
+    split_by_tp = ctx.config.tp_plan if TENSOR in ctx.config.mesh.axes else ()
+    for name in (*split_by_tp, *ctx.config.cp_plan, *ctx.config.ep_plan):
         model.add_module(name, ctx.spec.model(ctx.seed).get_submodule(name))
     return model
 

@@ -105,8 +105,8 @@ def freeze_if(ctx: RankContext, engine: Engine, steps: int) -> AbstractContextMa
 def train(ctx: RankContext, engine: Engine, step: int, label: str) -> None:
     """Make step number ``step``, and change every buffer. In the variant ``unfrozen`` a layer is unfrozen first.
 
-    Gradients are recorded in this variant alone, where the forward that saw the layer frozen may have chosen their
-    dtype.
+    Gradients are recorded in this variant of an engine that reduces them in another dtype, where the forward that saw
+    the layer frozen may have chosen theirs.
     """
     if ctx.variant == UNFROZEN and step >= SPECIAL_STEP:
         engine.module.get_submodule(FROZEN_AT_START).requires_grad_(True)
@@ -115,7 +115,7 @@ def train(ctx: RankContext, engine: Engine, step: int, label: str) -> None:
     batch = ctx.batch(step)
     with freeze(engine) if ctx.variant == FROZEN and step == SPECIAL_STEP else nullcontext():
         engine.backward(ctx.spec.loss(engine(batch.inputs, route=route), batch.target))
-        if ctx.variant == UNFROZEN:
+        if ctx.variant == UNFROZEN and ctx.config.dtype in ctx.capabilities.reduce_dtypes:
             ctx.record(f"grads-{label}", engine.full_grads(), step)
         engine.step()
         engine.zero_grad()
