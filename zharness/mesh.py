@@ -64,6 +64,15 @@ class Mesh:
         """Parse axes of which some have no size, as in ``rep2.tp``: those get 2. Raises UsageError for other text."""
         return cls.parse(re.sub(r"(?<=[a-z_])(?=[,.]|$)", "2", text))
 
+    @classmethod
+    def label_axes(cls, text: str) -> str:
+        """Return axes, of which some may have no size, as a label names and orders them. Raises UsageError."""
+        sizes = cls.parse_smallest(text).sizes
+        parts = {_NAMES[part.rstrip("0123456789")]: part for part in filter(None, re.split(r"[,.]", text))}
+        return ".".join(
+            f"{SHORT_NAMES.get(axis, axis)}{size if parts[axis][-1].isdigit() else ''}" for axis, size in sizes
+        )
+
     def has_axes(self, text: str) -> bool:
         """Return whether these are the axes of a label, in its sizes; one that has no size there may have any."""
         own, wanted = self.label.split("."), text.split(".")

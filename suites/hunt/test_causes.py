@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -10,8 +10,9 @@ from zharness import engines
 from zharness.hunt.causes import WrongValue, find_cause, find_owner
 from zharness.hunt.draw import MAX_NAMED_PAIRS, PairCoverage
 from zharness.hunt.groups import AlarmGroup, find_explanation, find_group
-from zharness.hunt.known import can_show_law, find_known
+from zharness.hunt.known import can_show_law, covers_program, find_known, is_recorded_cause
 from zharness.run import Verdict
+from zharness.run.expected_failures import ExpectedFailure
 from zharness.run.program_runner import ProgramOutcome
 from zharness.workload.program_text import parse_program
 from zharness.workload.programs import Program
@@ -153,3 +154,46 @@ def test_pairs_that_no_draw_has_are_counted_and_named() -> None:
     coverage.add(Program((), (), dtype="d3", options=("o",)))
     assert coverage.covered == {(("dtype", "d3"), ("option", "o"))}
     assert len(coverage.claimed) == len(pairs)
+
+
+@pytest.mark.parametrize(
+    ("setting", "options", "needed", "is_covered"),
+    [
+        ("offload_optimizer+2_by_caller", (), (), False),
+        ("offload_optimizer+2_by_caller", ("offload_optimizer",), (), True),
+        ("offload_optimizer+2_by_caller", ("offload_optimizer",), ("offload_optimizer",), True),
+        ("offload_optimizer+2_by_caller", ("overlap_comm",), (), False),
+        ("offload_optimizer+4_by_caller", ("offload_optimizer",), ("offload_optimizer",), False),
+        ("2_by_caller", (), (), True),
+        ("4_by_caller", (), (), False),
+    ],
+)
+def test_an_entry_for_an_option_in_a_window_does_not_cover_the_window_alone(
+    setting: str, options: tuple[str, ...], needed: tuple[str, ...], is_covered: bool
+) -> None:
+    entry = ExpectedFailure("deepspeed", "window", "x", "y", "fail", ("z",), engine_variants=(setting,))
+    program = Program((), (), stage=1, window=2, window_owner="caller", options=options)
+    own = tuple(name for name in options if name not in needed)
+    assert covers_program(entry, program, own, "0.19.8") is is_covered
+
+
+@pytest.mark.parametrize(
+    ("signature", "cause", "is_recorded"),
+    [
+        ("it is {number} x the right gradient", make_wrong("1.weight", hint="it is 3 x the right gradient"), False),
+        ("it is 3 x the right gradient", make_wrong("1.weight", hint="it is 3 x the right gradient"), True),
+        ("reduction: factor[0] expected {number}, got {number}", "reduction: factor[0] expected 1, got 2", False),
+    ],
+)
+def test_an_open_factor_or_value_of_a_law_records_no_cause(signature: str, cause: str, is_recorded: bool) -> None:
+    entry = ExpectedFailure("deepspeed", "window", "x", "y", "fail", (signature,))
+    assert is_recorded_cause(entry, ProgramOutcome(Verdict.FAIL, cause)) is is_recorded
+
+
+def test_an_open_index_of_an_exception_is_any_number() -> None:
+    entry = ExpectedFailure("deepspeed", "window", "x", "y", "crash", ("shape [{number}, {number}] is invalid here",))
+    cause = make_raised("RuntimeError: shape [3, 40] is invalid here")
+    assert is_recorded_cause(entry, ProgramOutcome(Verdict.CRASH, cause))
+    assert not is_recorded_cause(
+        replace(entry, signatures=("shape [{number}] is invalid here",)), ProgramOutcome(Verdict.CRASH, cause)
+    )

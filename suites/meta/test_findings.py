@@ -11,7 +11,7 @@ import pytest
 from zharness.laws import LAWS
 from zharness.parity import Part
 from zharness.releases import repros
-from zharness.run.expected_failures import ExpectedFailure, expected_failures_for
+from zharness.run.expected_failures import NUMBER, ExpectedFailure, expected_failures_for, leaves_a_value_open
 from zharness.workload import MODELS
 
 ROOT = Path(__file__).parents[2]
@@ -56,6 +56,25 @@ WITHOUT_A_CAUSE = {
         "training.any_order",  # vectors_ignored: the matrices are old, and the vectors those of the checkpoint
     },
 }
+# Signatures of deepspeed_options that leave a value or a factor open, which differs with the seed, as no hint names
+# their cause. Each has the step's part and the tensor, and its entry the models and the variants of the cells.
+# Add none; give the failure a hint in its judge, and delete its line here.
+ONE_ELEMENT = (
+    f"[0] (owned by rank 0, element 0; seen on rank 0) expected {NUMBER}, got {NUMBER} (bound 0, {NUMBER} ULP apart, "
+    "1 of 1 elements wrong); "
+)
+OPEN_SIGNATURES = {
+    # a weight of one element: what the buffer has of other backwards, or a whole momentum beside half of a gradient
+    f"optimizer: offset{ONE_ELEMENT}the step used {NUMBER} x the right gradient",
+    # a weight of one element: what a region that is run again left, or one of two regions, of which the judge has a sum
+    f"reduction: factor{ONE_ELEMENT}it is {NUMBER} x the right gradient",
+    # a weight with a momentum, which a right step moves too
+    f"optimizer: experts.1.weight[{NUMBER}, {NUMBER}] (owned by rank {NUMBER}, element {NUMBER}; seen on rank 0) "
+    f"expected {NUMBER}, got {NUMBER} (bound 0",
+    # a step whose forward used some weights from before a load
+    f"step 2, forward: loss (whole on every rank; seen on rank 0) expected {NUMBER}, got {NUMBER} (bound 0",
+    f"step 3, gather: offset[0] (owned by rank 0, element 0; seen on rank 0) expected {NUMBER}, got {NUMBER} (bound 0",
+}
 KNOWN_TENSORS = {"loss", "input"} | {name for spec in MODELS.values() for name, _ in spec.model(0).named_parameters()}
 
 
@@ -92,9 +111,11 @@ def is_broad(signature: str) -> bool:
     """Whether a signature matches every wrong number of a part or of a tensor, or every exception of a type.
 
     A judge stops at the first mismatch, so a bug in every gradient is reported for one parameter of each model.
+    One that leaves a value or a factor open is broad, whatever its place; an index or a shape may be open.
     """
-    if is_generic_hint(signature):
+    if is_generic_hint(signature) or leaves_a_value_open(signature):
         return True
+    signature = signature.replace(NUMBER, "7")
     stripped = re.sub(r"\s*\bexpected\s*$", "", re.sub(r"\s*\([^()]*\)?", "", signature).rstrip())
     bare = re.sub(r"\[[\d, ]*\]?$", "", re.sub(r"^(step \d+, )?", "", stripped).rstrip()).rstrip()
     part, separator, name = bare.partition(": ")
@@ -171,6 +192,16 @@ def test_every_script_names_an_existing_law() -> None:
     assert {repro.law for repro in repros.load_catalogue()} <= set(LAWS)
 
 
+def is_of_few_cells(signature: str, excuse: ExpectedFailure) -> bool:
+    """Return whether a signature may leave a number open because its entry names the models and variants."""
+    return signature in OPEN_SIGNATURES and bool(excuse.models) and bool(excuse.variants)
+
+
+def test_an_open_signature_is_of_named_cells_and_each_is_needed() -> None:
+    entries = expected_failures_for("deepspeed")
+    assert {text for entry in entries for text in entry.signatures if is_of_few_cells(text, entry)} == OPEN_SIGNATURES
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_no_signature_matches_every_failure_of_a_part(engine: str) -> None:
     broad = {
@@ -179,7 +210,7 @@ def test_no_signature_matches_every_failure_of_a_part(engine: str) -> None:
         if not excuse.details
         and excuse.check not in WITHOUT_A_HINT
         and excuse.check not in WITHOUT_A_CAUSE.get(Path(excuse.location.partition(":")[0]).stem, ())
-        and (message := list(filter(is_broad, excuse.signatures)))
+        and (message := [text for text in excuse.signatures if is_broad(text) and not is_of_few_cells(text, excuse)])
     }
     assert not broad, (
         f"name what is wrong (the hint after the numbers, the details of a crash), not where it is: {broad}"
@@ -196,8 +227,19 @@ def test_no_signature_matches_every_failure_of_a_part(engine: str) -> None:
         "reduction: norm (whole on every rank; seen on rank 0) expected ",
         "forward: loss (whole on every rank; seen on rank 0)",
         "step 1, optimizer: offset[0] (whole on every rank; seen on rank 0) expected ",
+        *(
+            "it is {number} x the right gradient",
+            "expected 0, got {number} (bound 0",
+            "first.weight[{number}, {number}]",
+        ),
+        "forward: loss (whole on every rank; seen on rank 0) expected {number}, got {number} (bound 0",
+        "optimizer: offset[0] expected 1, got 2; the step used {number} x the right gradient",
         *("penalty[", "penalty[3, 0]", "of 228 elements are wrong", "only 3 of 4 elements are wrong"),
     ],
 )
 def test_a_broad_signature_is_refused(signature: str) -> None:
     assert is_broad(signature)
+
+
+def test_a_signature_may_leave_a_shape_open() -> None:
+    assert not is_broad("KeyError: the shape [{number}, {number}] is not that of the checkpoint")

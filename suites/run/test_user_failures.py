@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -54,3 +55,25 @@ def test_the_failures_of_a_release_are_read_where_the_engine_is_not_installed(mo
 def test_a_wrong_engine_around_which_another_is_built_is_refused(tmp_path: Path, keys: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         load_entries(tmp_path, keys + "\n")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        ("tp.pp", "got the mesh 'tp.pp'; write 'pp.tp', as in a cell's id"),
+        ("pp2,tp2", "got the mesh 'pp2,tp2'; write 'pp2.tp2', as in a cell's id"),
+        ("dp_replicate", "got the mesh 'dp_replicate'; write 'rep', as in a cell's id"),
+        ("tp02", "got the mesh 'tp02'; write 'tp2', as in a cell's id"),
+        ("tq2", "unknown axis of the mesh 'tq'"),
+    ],
+)
+def test_a_mesh_that_matches_no_cell_is_refused(tmp_path: Path, mesh: str, message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)) as raised:
+        load_entries(tmp_path, f'engine = "ddp"\n{ENTRY}meshes = ["{mesh}"]\n')
+    assert "ours.toml:3: " in str(raised.value)
+
+
+def test_a_mesh_as_in_a_label_may_leave_sizes_open(tmp_path: Path) -> None:
+    meshes = ("", "pp", "pp.tp2", "rep2.tp", "cp2", "ep4")
+    (entry,) = load_entries(tmp_path, f'engine = "ddp"\n{ENTRY}meshes = {list(meshes)}\n')
+    assert entry.meshes == meshes

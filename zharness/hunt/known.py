@@ -11,9 +11,15 @@ from zharness.engines.registry import split_release
 from zharness.hunt.causes import normalize
 from zharness.hunt.space import window_name
 from zharness.hunt.symptoms import find_symptom
-from zharness.law_kit.setting import split_settings
+from zharness.law_kit.setting import SEPARATOR, Setting, split_settings
 from zharness.releases.repros import ReproVerdict, load_catalogue
-from zharness.run.expected_failures import NUMBER, ExpectedFailure, expected_failures_for, has_signature
+from zharness.run.expected_failures import (
+    NUMBER,
+    ExpectedFailure,
+    expected_failures_for,
+    has_signature,
+    leaves_a_value_open,
+)
 from zharness.run.program_runner import ProgramOutcome, program_options
 from zharness.run.record import Verdict
 from zharness.workload.programs import BACKWARD_ACTS, Act, LayerKind, Mark, Program
@@ -98,15 +104,25 @@ def covers_program(entry: ExpectedFailure, program: Program, options: tuple[str,
     )
     is_covered = all(not allowed or value in allowed for allowed, value in narrowed)
     named = {*split_settings(entry.engine_variants)}
-    names_options = bool(named & {*options}) if options else not named or window_name(program) in named
-    return is_covered and names_options and entry.applies_to_version(version)
+    names_setting = bool(named & {*options}) if options else not named or names_window(entry, program)
+    return is_covered and names_setting and entry.applies_to_version(version)
+
+
+def names_window(entry: ExpectedFailure, program: Program) -> bool:
+    """Return whether ``entry`` names the window of ``program``, alone or beside options that ``program`` has."""
+    return any(
+        window_name(program) in setting.split(SEPARATOR)
+        and {*program.options}.issuperset(Setting.parse(setting).options)
+        for setting in entry.engine_variants
+    )
 
 
 def is_recorded_cause(entry: ExpectedFailure, outcome: ProgramOutcome) -> bool:
     """Return whether the verdict is that of ``entry`` and the cause has one of its signatures.
 
-    Numbers may differ in the message of an exception, but not in the hint of a wrong number, such as a factor. If the
-    entry has details, one of them has to occur in the reports of the ranks; a signature may then be short.
+    Numbers may differ in the message of an exception, but not in the hint of a wrong number, such as a factor. So a
+    signature that leaves a value or a factor open records no cause: it is for cells of one law. If the entry has
+    details, one of them has to occur in the reports of the ranks; a signature may then be short.
     """
     if entry.verdict != outcome.verdict.value:
         return False
@@ -115,9 +131,14 @@ def is_recorded_cause(entry: ExpectedFailure, outcome: ProgramOutcome) -> bool:
     is_crash = outcome.verdict is Verdict.CRASH
     return any(
         (has_text(signature) or bool(entry.details))
-        and (normalize(signature) in normalize(outcome.cause) if is_crash else has_signature(outcome.cause, signature))
+        and (
+            normalize(signature.replace(NUMBER, "0")) in normalize(outcome.cause)
+            if is_crash
+            else has_signature(outcome.cause, signature)
+        )
         for signature in entry.signatures
-        if is_crash or not signature.startswith("only ")  # a count of wrong elements belongs to one model
+        # A count of wrong elements belongs to one model.
+        if is_crash or not (signature.startswith("only ") or leaves_a_value_open(signature))
     )
 
 

@@ -19,7 +19,7 @@ from zharness.errors import MissingEngine, UsageError
 from zharness.law_kit.given_programs import split_variant
 from zharness.law_kit.setting import SEPARATOR, Setting
 from zharness.laws.registry import find_laws
-from zharness.mesh import DEFAULT_MESH
+from zharness.mesh import DEFAULT_MESH, Mesh
 from zharness.names import STAGES, matches_pattern
 from zharness.project_file import drop_option_tables
 from zharness.run.configuration import is_config_file
@@ -45,6 +45,7 @@ AROUND = "around"  # above the tables of a user's file: the engine on which that
 TABLES = ("expected_failure", "excuse")  # the second is the older name, as ``check`` is of ``law``
 NUMBER = "{number}"  # in a signature: any number, as of a seed's weights
 _NUMBER = r"[-+]?(?:\d+(?:\.\d+)?(?:e[-+]?\d+)?|inf|nan)"
+_OPEN_VALUE = re.compile(r"(expected|got) \{number\}|\{number\} x the right ")
 _HEADER = re.compile(rf"\s*\[\[\s*({'|'.join(TABLES)})\s*\]\]\s*(#.*)?")
 
 
@@ -211,6 +212,11 @@ def has_signature(cause: str, signature: str) -> bool:
     return signature in cause if NUMBER not in signature else compile_signature(signature).search(cause) is not None
 
 
+def leaves_a_value_open(signature: str) -> bool:
+    """Return whether a signature has NUMBER for a value or a factor, and so matches every wrong number at its place."""
+    return _OPEN_VALUE.search(signature) is not None
+
+
 @cache
 def compile_signature(signature: str) -> re.Pattern[str]:
     """Return the pattern of a signature."""
@@ -347,6 +353,8 @@ def parse_entry(entry: Mapping[str, Any], location: str) -> ExpectedFailure:
         raise UsageError.unknown_name(what, coordinates, [ONE, SEVERAL])
     if not isinstance(entry.get("remedy", {}), Mapping):
         raise UsageError(f"{location}: got remedy = {entry['remedy']!r}; expected a table of engine options")
+    for mesh in entry.get("meshes", ()):
+        require_label(mesh, location)
     law = entry[spellings[0]]
     laws = tuple(law) if isinstance(law, list) else (law,)
     try:
@@ -358,6 +366,16 @@ def parse_entry(entry: Mapping[str, Any], location: str) -> ExpectedFailure:
         key: tuple(value) if key in LIST_KEYS else value for key, value in entry.items() if key not in spellings
     }
     return ExpectedFailure(**fields, check=laws[0], further_laws=laws[1:], location=location)
+
+
+def require_label(mesh: str, location: str) -> None:
+    """Raise UsageError for a mesh that is not as in a cell's id: such a text matches no cell."""
+    try:
+        label = Mesh.label_axes(mesh)
+    except UsageError as error:
+        raise UsageError(f"{location}: {error}") from None
+    if mesh != label:
+        raise UsageError(f"{location}: got the mesh {mesh!r}; write {label!r}, as in a cell's id")
 
 
 def is_list_of_text(value: object) -> bool:
