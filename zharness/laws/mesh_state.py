@@ -205,14 +205,16 @@ def judge_next_step(
 def uses_first_group(
     ctx: JudgeContext, mismatch: Mismatch, optimizer: OptimizerSpec, grads: Mapping[str, Tensor], before: RecordedStep
 ) -> bool:
-    """Return whether a weight and all its state are those of a step with the options of the first group.
+    """Return whether a weight and its moments are those of a step with the options of the first group.
 
     The first group stands still, so that the weight alone would not tell such a step from none; the moments do. Those
-    of SGD are the same with the options of any group, and do not tell it from a learning rate of 0.
+    of SGD are the same with the options of any group, and do not tell it from a learning rate of 0. A wrong step count
+    is a fault of its own.
     """
     name = mismatch.parameter.partition("/")[0]
     mismatches = (each.mismatch for each in judge_step(ctx, replace(optimizer, groups=()), grads, before))
-    return not any(each is not None and each.parameter.partition("/")[0] == name for each in mismatches)
+    wrong = {each.parameter for each in mismatches if each is not None} - {f"{name}/step"}
+    return not any(parameter.partition("/")[0] == name for parameter in wrong)
 
 
 def judge_complete_state(ctx: JudgeContext, saved: str, momentum: str) -> Iterator[Comparison]:
