@@ -25,8 +25,10 @@ that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a 
 neither.
 """
 
+import contextlib
 import importlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -64,19 +66,26 @@ def convert(source):
     Path(source, "latest_universal").write_text("universal")
 
 
+@contextlib.contextmanager
 def save_and_convert(engine):
-    """Save a checkpoint on all ranks, convert it on the first one, and return its folder."""
-    folders = [tempfile.mkdtemp()]
+    """Save a checkpoint on all ranks, convert it on the first one, and yield its folder, which is removed at the end.
+
+    Each rank removes it, since after an error on one rank the others are stopped.
+    """
+    folders = [tempfile.mkdtemp() if torch.distributed.get_rank() == 0 else None]
     torch.distributed.broadcast_object_list(folders, src=0)
-    engine.save_checkpoint(folders[0], tag="saved")
-    if torch.distributed.get_rank() == 0:
-        convert(folders[0])
-    torch.distributed.barrier()
-    return folders[0]
+    try:
+        engine.save_checkpoint(folders[0], tag="saved")
+        if torch.distributed.get_rank() == 0:
+            convert(folders[0])
+        torch.distributed.barrier()
+        yield folders[0]
+    finally:
+        shutil.rmtree(folders[0], ignore_errors=True)
 
 
 class Tokens(nn.Module):
-    """A layer of two experts, with the weights 1 and 2."""
+    """A layer of two experts."""
 
     def __init__(self, ep_size):
         super().__init__()
@@ -88,26 +97,28 @@ class Tokens(nn.Module):
         return self.moe(tokens)[0]
 
 
-def build(ep_size):
+def build(ep_size, weight):
+    """Build an engine whose experts have the weights ``weight``, ``weight`` + 1, and so on, by their number."""
     model = Tokens(ep_size)
     groups = split_params_into_different_moe_groups_for_optimizer({"params": list(model.parameters()), "name": "all"})
     first = torch.distributed.get_rank() if ep_size == 2 else 0
     experts = model.moe.deepspeed_moe.experts.deepspeed_experts
     for number, expert in enumerate(experts):
-        nn.init.constant_(expert.weight, first + number + 1)
+        nn.init.constant_(expert.weight, weight + first + number)
     optimizer = torch.optim.AdamW(groups, lr=0.0, weight_decay=0.0)
     return deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)[0], experts
 
 
 def main():
     deepspeed.init_distributed()
-    engine, _ = build(ep_size=1)
+    engine, _ = build(ep_size=1, weight=1)
     engine.backward(engine(torch.ones(2, 2, device=engine.device)).sum())
     engine.step()
-    folder = save_and_convert(engine)
-    engine.destroy()
-    engine, experts = build(ep_size=2)
-    engine.load_checkpoint(folder)
+    with save_and_convert(engine) as folder:
+        engine.destroy()
+        engine, experts = build(ep_size=2, weight=10)
+        engine.load_checkpoint(folder)
+        torch.distributed.barrier()
     rank, value = torch.distributed.get_rank(), float(experts[0].weight[0, 0])
     if rank == 1 and value == 1:
         found = f"the second expert has weights of {value:g} after the load, which {SIGNATURE}; expected 2"

@@ -17,8 +17,8 @@ Run it with nothing but torch and deepspeed installed:
 
 load_hp_checkpoint_state_from_checkpoint_dir_stage3 copies the entries of the checkpoint's first parameter group into
 every group: "Generally, the hyperparameters of each parameter should be the same, we can obtain from any parameter".
-The second group has no weight decay and a learning rate of its own, before and in the checkpoint; after the load it
-has those of the first. Stages 1 and 2 load each group's own.
+The second group has no weight decay and a learning rate of its own in the checkpoint; after the load it has those of
+the first. Stages 1 and 2 load each group's own.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
@@ -66,21 +66,27 @@ def read_options(engine):
     return [(group["lr"], group["weight_decay"]) for group in engine.optimizer.optimizer.param_groups]
 
 
-def main():
-    deepspeed.init_distributed()
+def build(*options):
+    """Build an engine whose two parameter groups have the ``options``, each a learning rate and a weight decay."""
     model = nn.Linear(2, 2)
     groups = [
-        {"params": [model.weight], "weight_decay": 0.5},
-        {"params": [model.bias], "lr": 0.25, "weight_decay": 0.0},
+        {"params": [param], "lr": rate, "weight_decay": decay}
+        for param, (rate, decay) in zip(model.parameters(), options, strict=True)
     ]
-    optimizer = torch.optim.AdamW(groups, lr=0.125)
-    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)[0]
+    return deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(groups), config=CONFIG)[0]
+
+
+def main():
+    deepspeed.init_distributed()
+    engine = build((0.125, 0.5), (0.25, 0.0))
     engine.backward(engine(torch.ones(1, 2, device=engine.device)).sum())
     engine.step()
     before = read_options(engine)
     with tempfile.TemporaryDirectory() as folder:
         engine.save_checkpoint(folder, tag="saved")
         convert(folder)
+        engine.destroy()
+        engine = build((1.0, 0.75), (2.0, 0.625))
         engine.load_checkpoint(folder)
     after = read_options(engine)
     if after == [before[0]] * 2:

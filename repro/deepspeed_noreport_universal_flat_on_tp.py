@@ -24,8 +24,10 @@ that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a 
 neither.
 """
 
+import contextlib
 import importlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -63,38 +65,51 @@ def convert(source):
     Path(source, "latest_universal").write_text("universal")
 
 
+@contextlib.contextmanager
 def save_and_convert(engine):
-    """Save a checkpoint on all ranks, convert it on the first one, and return its folder."""
-    folders = [tempfile.mkdtemp()]
+    """Save a checkpoint on all ranks, convert it on the first one, and yield its folder, which is removed at the end.
+
+    Each rank removes it, since after an error on one rank the others are stopped.
+    """
+    folders = [tempfile.mkdtemp() if torch.distributed.get_rank() == 0 else None]
     torch.distributed.broadcast_object_list(folders, src=0)
-    engine.save_checkpoint(folders[0], tag="saved")
-    if torch.distributed.get_rank() == 0:
-        convert(folders[0])
-    torch.distributed.barrier()
-    return folders[0]
+    try:
+        engine.save_checkpoint(folders[0], tag="saved")
+        if torch.distributed.get_rank() == 0:
+            convert(folders[0])
+        torch.distributed.barrier()
+        yield folders[0]
+    finally:
+        shutil.rmtree(folders[0], ignore_errors=True)
 
 
-def build(**options):
+def build(weight, **options):
     model = nn.Sequential(nn.Linear(4, 2, bias=False))
-    optimizer = torch.optim.AdamW(model.parameters())
+    nn.init.constant_(model[0].weight, weight)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
     return deepspeed.initialize(model=model, optimizer=optimizer, config={**CONFIG, **options})[0]
 
 
 def main():
     deepspeed.init_distributed()
-    engine = build()
+    engine = build(1.0)
     engine.backward(engine(torch.ones(1, 4, device=engine.device)).sum())
     engine.step()
-    folder = save_and_convert(engine)
-    engine.destroy()
-    engine = build(tensor_parallel=TENSOR_PARALLEL)
-    try:
-        engine.load_checkpoint(folder)
-    except RuntimeError as error:
-        if SIGNATURE not in str(error):
-            raise
-        print(f"repro: REPRODUCED: {error}\n", end="", flush=True)
-        return 1
+    with save_and_convert(engine) as folder:
+        engine.destroy()
+        engine = build(10.0, tensor_parallel=TENSOR_PARALLEL)
+        try:
+            engine.load_checkpoint(folder)
+        except RuntimeError as error:
+            if SIGNATURE not in str(error):
+                raise
+            print(f"repro: REPRODUCED: {error}\n", end="", flush=True)
+            return 1
+        torch.distributed.barrier()
+    (weight,) = engine.module.parameters()
+    with deepspeed.zero.GatheredParameters([weight]):
+        assert weight.numel() == 4, weight
+        assert bool((weight == 1).all()), weight
     print(OK, flush=True)
     return 0
 

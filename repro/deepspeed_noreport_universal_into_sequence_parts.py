@@ -16,16 +16,19 @@ Run it with nothing but torch and deepspeed installed:
     torchrun --standalone --nproc_per_node=2 repro/deepspeed_noreport_universal_into_sequence_parts.py
 
 At stages 1 and 2 load_hp_checkpoint_state_from_checkpoint_dir (runtime/base_optimizer.py) calls
-mpu.get_tensor_model_parallel_world_size(), which DeepSpeed's own mpu of sequence parallelism does not have.
-bwc_tensor_model_parallel_rank, one line above, falls back to get_model_parallel_rank.
+mpu.get_tensor_model_parallel_world_size(), which DeepSpeed's own mpu of sequence parallelism does not have. It asks for
+the rank by bwc_tensor_model_parallel_rank, which falls back to get_model_parallel_rank. The function with this fallback
+for the number of ranks, bwc_tensor_model_parallel_world_size (utils/bwc.py), is not called there.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
 neither.
 """
 
+import contextlib
 import importlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -62,39 +65,50 @@ def convert(source):
     Path(source, "latest_universal").write_text("universal")
 
 
+@contextlib.contextmanager
 def save_and_convert(engine):
-    """Save a checkpoint on all ranks, convert it on the first one, and return its folder."""
-    folders = [tempfile.mkdtemp()]
+    """Save a checkpoint on all ranks, convert it on the first one, and yield its folder, which is removed at the end.
+
+    Each rank removes it, since after an error on one rank the others are stopped.
+    """
+    folders = [tempfile.mkdtemp() if torch.distributed.get_rank() == 0 else None]
     torch.distributed.broadcast_object_list(folders, src=0)
-    engine.save_checkpoint(folders[0], tag="saved")
-    if torch.distributed.get_rank() == 0:
-        convert(folders[0])
-    torch.distributed.barrier()
-    return folders[0]
+    try:
+        engine.save_checkpoint(folders[0], tag="saved")
+        if torch.distributed.get_rank() == 0:
+            convert(folders[0])
+        torch.distributed.barrier()
+        yield folders[0]
+    finally:
+        shutil.rmtree(folders[0], ignore_errors=True)
 
 
-def build(mpu=None):
+def build(weight, mpu=None):
     model = nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
+    nn.init.constant_(model.weight, weight)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
     return deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG, mpu=mpu)[0]
 
 
 def main():
     deepspeed.init_distributed()
-    engine = build()
+    engine = build(1.0)
     engine.backward(engine(torch.ones(1, 2, device=engine.device)).sum())
     engine.step()
-    folder = save_and_convert(engine)
-    engine.destroy()
-    parallel_state_sp.initialize_sequence_parallel(2)
-    engine = build(parallel_state_sp)
-    try:
-        engine.load_checkpoint(folder)
-    except AttributeError as error:
-        if SIGNATURE not in str(error):
-            raise
-        print(f"repro: REPRODUCED: {error}\n", end="", flush=True)
-        return 1
+    with save_and_convert(engine) as folder:
+        engine.destroy()
+        parallel_state_sp.initialize_sequence_parallel(2)
+        engine = build(10.0, parallel_state_sp)
+        try:
+            engine.load_checkpoint(folder)
+        except AttributeError as error:
+            if SIGNATURE not in str(error):
+                raise
+            print(f"repro: REPRODUCED: {error}\n", end="", flush=True)
+            return 1
+        torch.distributed.barrier()
+    weight = engine.module.weight
+    assert bool((weight == 1).all()), weight
     print(OK, flush=True)
     return 0
 

@@ -67,13 +67,14 @@ def main():
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG, mpu=parallel_state_sp)[0]
     engine.backward(engine(torch.ones(1, 2, device=engine.device)).sum())
     engine.step()
-    folders = [tempfile.mkdtemp()]
-    torch.distributed.broadcast_object_list(folders, src=0)
-    engine.save_checkpoint(folders[0], tag="saved")
-    torch.distributed.barrier()
-    if torch.distributed.get_rank():
-        return 0
-    status, errors = convert(folders[0])
+    with tempfile.TemporaryDirectory() as own_folder:
+        folders = [own_folder]
+        torch.distributed.broadcast_object_list(folders, src=0)
+        engine.save_checkpoint(folders[0], tag="saved")
+        torch.distributed.barrier()
+        if torch.distributed.get_rank():
+            return 0
+        status, errors = convert(folders[0])
     if status:
         last = errors.strip().splitlines()[-1]
         assert SIGNATURE in last, errors

@@ -24,11 +24,14 @@ that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a 
 neither.
 """
 
+import contextlib
 import importlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
+import traceback
 from pathlib import Path
 
 import torch
@@ -44,6 +47,7 @@ import deepspeed
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "list index out of range"
+LOAD = "load_hp_checkpoint_state_from_checkpoint_dir"
 OK = "repro: every rank loads a group of one element OK."
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
@@ -61,31 +65,51 @@ def convert(source):
     Path(source, "latest_universal").write_text("universal")
 
 
+@contextlib.contextmanager
 def save_and_convert(engine):
-    """Save a checkpoint on all ranks, convert it on the first one, and return its folder."""
-    folders = [tempfile.mkdtemp()]
+    """Save a checkpoint on all ranks, convert it on the first one, and yield its folder, which is removed at the end.
+
+    Each rank removes it, since after an error on one rank the others are stopped.
+    """
+    folders = [tempfile.mkdtemp() if torch.distributed.get_rank() == 0 else None]
     torch.distributed.broadcast_object_list(folders, src=0)
-    engine.save_checkpoint(folders[0], tag="saved")
-    if torch.distributed.get_rank() == 0:
-        convert(folders[0])
-    torch.distributed.barrier()
-    return folders[0]
+    try:
+        engine.save_checkpoint(folders[0], tag="saved")
+        if torch.distributed.get_rank() == 0:
+            convert(folders[0])
+        torch.distributed.barrier()
+        yield folders[0]
+    finally:
+        shutil.rmtree(folders[0], ignore_errors=True)
+
+
+def build(weight):
+    """Build an engine around a model all of whose weights are ``weight``."""
+    model = nn.Linear(2, 1)
+    for param in model.parameters():
+        nn.init.constant_(param, weight)
+    groups = [{"params": [model.weight]}, {"params": [model.bias], "weight_decay": 0.0}]
+    return deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(groups, lr=0.0), config=CONFIG)[0]
 
 
 def main():
     deepspeed.init_distributed()
-    model = nn.Linear(2, 1)
-    groups = [{"params": [model.weight]}, {"params": [model.bias], "weight_decay": 0.0}]
-    engine = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(groups), config=CONFIG)[0]
+    engine = build(1.0)
     engine.backward(engine(torch.ones(1, 2, device=engine.device)).sum())
     engine.step()
-    folder = save_and_convert(engine)
-    try:
-        engine.load_checkpoint(folder)
-    except IndexError as error:
-        print(f"repro: REPRODUCED: {error}\n", end="", flush=True)
-        return 1
-    torch.distributed.barrier()
+    with save_and_convert(engine) as folder:
+        engine.destroy()
+        engine = build(10.0)
+        try:
+            engine.load_checkpoint(folder)
+        except IndexError as error:
+            if traceback.extract_tb(error.__traceback__)[-1].name != LOAD:
+                raise
+            print(f"repro: REPRODUCED: {error}\n", end="", flush=True)
+            return 1
+        torch.distributed.barrier()
+    for weight in engine.module.parameters():
+        assert bool((weight == 1).all()), weight
     if torch.distributed.get_rank() == 0:
         print(OK, flush=True)
     return 0

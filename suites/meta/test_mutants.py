@@ -34,7 +34,8 @@ SAMPLE = list(
 LONG = {"mesh.other_mesh"}  # builds engines on every mesh
 WITHOUT_MESH = {target.law for _, target in SAMPLE if not target.mesh}  # what kills these on a mesh as well is sampled
 
-# Killed, but blamed on the local gradient in some target: their numbers match no known fault of a reduction.
+# Killed, but blamed on the local gradient in some target: their numbers match no known fault of a reduction, nor do
+# those of averages_the_means_of_ranks, which weights the gradients of ranks by other factors.
 MISNAMED = {
     "fsdp2_forgets_once",
     "only_the_first_backward_counts",

@@ -191,14 +191,18 @@ def judge_loaded(ctx: JudgeContext, saved: str, loaded: str, optimizer: Optimize
 
 
 def hint_other_tensor(ctx: JudgeContext, comparison: Comparison, saved: str, loaded: str) -> Comparison:
-    """Add a hint to a mismatch of a weight or its state that is bitwise another one which was saved."""
+    """Add a hint to a mismatch of a weight or its state that is bitwise that of one other weight which was saved.
+
+    Zeros, such as moments of unused weights, are those of no weight in particular.
+    """
     mismatch = comparison.mismatch
     if mismatch is None:
         return comparison
     before, after = (ctx.rank_records(label, SAVED)[mismatch.seen_on] for label in (saved, loaded))
-    found = (other for other, value in before.items() if is_bitwise_equal(value, after[mismatch.parameter]))
-    other = next(found, "")
-    return add_hint(comparison, f"it is the saved {other}") if other else comparison
+    tensor, key = after[mismatch.parameter], mismatch.parameter.partition("/")[2]
+    others = [name for name, value in before.items() if name.partition("/")[2] == key]
+    others = [name for name in others if tensor.any() and is_bitwise_equal(before[name], tensor)]
+    return add_hint(comparison, f"it is the saved {others[0]}") if len(others) == 1 else comparison
 
 
 def judge_next_step(
@@ -215,10 +219,16 @@ def judge_next_step(
 def uses_first_group(
     ctx: JudgeContext, mismatch: Mismatch, optimizer: OptimizerSpec, grads: Mapping[str, Tensor], before: RecordedStep
 ) -> bool:
-    """Return whether a weight and what mismatches of it are those of a step with the options of the first group."""
-    names = {mismatch.parameter, mismatch.parameter.partition("/")[0]}
-    found = judge_step(ctx, replace(optimizer, groups=()), grads, before)
-    return not any(each.mismatch is not None and each.mismatch.parameter in names for each in found)
+    """Return whether a weight and its moments are those of a step with the options of the first group.
+
+    The first group stands still, so that the weight alone would not tell such a step from none; the moments do. Those
+    of SGD are the same with the options of any group, and do not tell it from a learning rate of 0. A wrong step count
+    is a fault of its own.
+    """
+    name = mismatch.parameter.partition("/")[0]
+    mismatches = (each.mismatch for each in judge_step(ctx, replace(optimizer, groups=()), grads, before))
+    wrong = {each.parameter for each in mismatches if each is not None} - {f"{name}/step"}
+    return not any(parameter.partition("/")[0] == name for parameter in wrong)
 
 
 def judge_complete_state(ctx: JudgeContext, saved: str, momentum: str) -> Iterator[Comparison]:

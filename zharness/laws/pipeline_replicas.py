@@ -57,12 +57,12 @@ def judge_replicas(ctx: JudgeContext) -> Iterator[Comparison]:
         for record in records[1:]:
             check_names(f"the {label} of ranks", records[0], record)
         for name, tensor in records[0].items():
-            held = list_held_spans(ctx, name.partition("/")[0], tensor.numel())
-            for comparison in compare_replicas(ctx, name, part, held, [record[name] for record in records]):
+            spans = list_stage_spans(ctx, name.partition("/")[0], tensor.numel())
+            for comparison in compare_replicas(ctx, name, part, spans, [record[name] for record in records]):
                 yield hint_not_reduced(ctx, comparison, micros) if label == "gradients" else comparison
     for name, tensor in ctx.rank_records("weights")[0].items():
-        owned = [list_owned_spans(ctx, rank, name, tensor.numel()) for rank in range(ctx.world_size)]
-        yield from judge_owners(ctx, name, tensor, owned)
+        shard_spans = [list_owned_spans(ctx, rank, name, tensor.numel()) for rank in range(ctx.world_size)]
+        yield from judge_owners(ctx, name, tensor, shard_spans)
     yield from compare_norms(ctx)
 
 
@@ -74,13 +74,13 @@ def compare_norms(ctx: JudgeContext) -> Iterator[Comparison]:
         yield from compare_ranks(place, [record["norm"] for record in norms])
 
 
-def list_held_spans(ctx: JudgeContext, name: str, elements: int) -> list[Spans]:
+def list_stage_spans(ctx: JudgeContext, name: str, elements: int) -> list[Spans]:
     """Return, for each rank, all elements of a parameter if its stage has it, and else none.
 
-    A rank also has all of a weight of which ``layout()`` gives it a shard: its own copy, or what it gathered.
+    A rank also has all of a weight of which ``layout()`` gives it a shard: its own copy, or the shards it gathered.
     """
-    holders = find_stages(ctx, name, elements)
-    return [((0, elements),) if get_stage(ctx, rank) in holders else () for rank in range(ctx.world_size)]
+    stages = find_stages(ctx, name, elements)
+    return [((0, elements),) if get_stage(ctx, rank) in stages else () for rank in range(ctx.world_size)]
 
 
 def find_stages(ctx: JudgeContext, name: str, elements: int) -> set[int]:
@@ -102,7 +102,8 @@ def hint_not_reduced(ctx: JudgeContext, comparison: Comparison, micros: Sequence
     own = torch.stack([row[ctx.data_coordinate(rank)].grads[name] for row in micros]).mean(dim=0)
     grads: Mapping[str, Tensor] = ctx.rank_records("gradients")[rank]
     hint = "it is the gradient of the rank's own data alone, not reduced"
-    return add_hint(comparison, hint) if torch.equal(grads[name], own) else comparison
+    hints = "; ".join(filter(None, (mismatch.hint, hint)))
+    return add_hint(comparison, hints) if torch.equal(grads[name], own) else comparison
 
 
 LAWS = (

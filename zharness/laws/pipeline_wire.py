@@ -64,37 +64,37 @@ def judge_wire(ctx: JudgeContext) -> Iterator[Comparison]:
     as the outputs of one module have. The gradients of a stage are reduced once over the data, in the reduce dtype, and
     its weights are gathered at most twice for each micro-batch. What ranks of tp send is not judged here.
     """
-    sent_to = list_stage_messages(ctx)
+    expected = list_stage_messages(ctx)
     for rank, record in enumerate(ctx.rank_records("sent", OBSERVED)):
-        sent = {Sent.parse(name): elements for name, elements in record.items()}
-        yield from judge_stage_messages(ctx, rank, sent, sent_to[get_stage(ctx, rank)])
-        yield from judge_data_messages(ctx, rank, sent)
+        messages = {Sent.parse(name): elements for name, elements in record.items()}
+        yield from judge_stage_messages(ctx, rank, messages, expected[get_stage(ctx, rank)])
+        yield from judge_data_messages(ctx, rank, messages)
 
 
 def judge_stage_messages(
-    ctx: JudgeContext, rank: int, sent: Mapping[Sent, Tensor], expected: Mapping[int, int]
+    ctx: JudgeContext, rank: int, messages: Mapping[Sent, Tensor], expected: Mapping[int, int]
 ) -> Iterator[Comparison]:
     """Compare what a rank sends to each other stage, and what else it sends along pp."""
-    along = {message: elements for message, elements in sent.items() if PIPELINE in message.axes.split(",")}
-    to_stages = {m: elements for m, elements in along.items() if m.axes == PIPELINE and m.content == ACTIVATIONS}
+    on_pp = {message: elements for message, elements in messages.items() if PIPELINE in message.axes.split(",")}
+    to_stages = {m: elements for m, elements in on_pp.items() if m.axes == PIPELINE and m.content == ACTIVATIONS}
     yield from judge_dtypes(ctx, rank, to_stages, OBSERVED)
-    found: Counter[int] = Counter()
+    counts: Counter[int] = Counter()
     for message, elements in to_stages.items():
-        found[int(message.receiver)] += int(elements)
-    for stage in sorted({*expected, *found}):
+        counts[int(message.receiver)] += int(elements)
+    for stage in sorted({*expected, *counts}):
         place = ctx.location(f"elements of activations to pp {stage}", Part.REDUCTION, OBSERVED, rank)
-        yield compare_bitwise(place, scalar(expected.get(stage, 0)), scalar(found[stage]))
-    others = sum(float(elements) for message, elements in along.items() if message not in to_stages)
+        yield compare_bitwise(place, scalar(expected.get(stage, 0)), scalar(counts[stage]))
+    others = sum(float(elements) for message, elements in on_pp.items() if message not in to_stages)
     place = ctx.location("elements of other messages along pp", Part.REDUCTION, OBSERVED, rank)
     yield compare_within_range(place, scalar(0), scalar(others), scalar(min(measure_outputs(ctx)) - 1))
 
 
-def judge_data_messages(ctx: JudgeContext, rank: int, sent: Mapping[Sent, Tensor]) -> Iterator[Comparison]:
+def judge_data_messages(ctx: JudgeContext, rank: int, messages: Mapping[Sent, Tensor]) -> Iterator[Comparison]:
     """Compare what a rank sends along the data with the gradients of its stage, and with the weights."""
-    along = {message: elements for message, elements in sent.items() if message.axes == DATA_SHARD}
-    yield from judge_dtypes(ctx, rank, along, OBSERVED)
+    on_data = {message: elements for message, elements in messages.items() if message.axes == DATA_SHARD}
+    yield from judge_dtypes(ctx, rank, on_data, OBSERVED)
     for content, (least, most) in list_data_ranges(ctx, get_stage(ctx, rank)).items():
-        elements = sum(float(n) for message, n in along.items() if message.content == content)
+        elements = sum(float(n) for message, n in on_data.items() if message.content == content)
         place = ctx.location(f"elements of {content} along {DATA_SHARD}", Part.REDUCTION, OBSERVED, rank)
         comparison = compare_within_range(place, scalar(least), scalar(elements), scalar(most))
         hint = describe_one_module(ctx, rank, elements) if elements < most else ""
@@ -107,8 +107,8 @@ def describe_one_module(ctx: JudgeContext, rank: int, elements: float) -> str:
     model, stage = ctx.baseline.build_module(), get_stage(ctx, rank)
     own = [name for name, at in zip(ctx.baseline.spec.pp_plan, place_modules(ctx), strict=True) if at == stage]
     sizes = {name: sum(param.numel() for param in model.get_submodule(name).parameters()) for name in own}
-    found = [name for name, size in sizes.items() if size == elements] if len(own) > 1 else []
-    return f"as many as one module of the stage has, such as {found[0]}" if found else ""
+    modules = [name for name, size in sizes.items() if size == elements] if len(own) > 1 else []
+    return f"as many as one module of the stage has, such as {modules[0]}" if modules else ""
 
 
 def list_data_ranges(ctx: JudgeContext, stage: int) -> dict[str, tuple[float, float]]:
@@ -121,11 +121,10 @@ def list_data_ranges(ctx: JudgeContext, stage: int) -> dict[str, tuple[float, fl
         if stage in find_stages(ctx, name, param.numel())
     }
     sizes = measure_parameters(own, ctx.baseline.spec.tp_plan, shape[TENSOR], shards)
-    padded = sizes.local + sizes.padding
-    gathered = 2 * MICRO_BATCHES * padded / shards
+    padded_elements = sizes.local + sizes.padding
     ranges: dict[str, tuple[float, float]] = {
-        GRADIENTS: (sizes.local, padded),
-        WEIGHTS: (0, gathered),
+        GRADIENTS: (sizes.local, padded_elements),
+        WEIGHTS: (0, 2 * MICRO_BATCHES * padded_elements / shards),
         ACTIVATIONS: (0, 0),
     }
     return ranges if shards > 1 else dict.fromkeys(ranges, (0, 0))
@@ -145,12 +144,12 @@ def list_stage_messages(ctx: JudgeContext) -> Mapping[int, Counter[int]]:
 def place_modules(ctx: JudgeContext) -> list[int]:
     """Return the coordinate on pp of each module of the plan, which is that of its parameters."""
     model = ctx.baseline.build_module()
-    placed = []
+    coordinates = []
     for module in ctx.baseline.spec.pp_plan:
         names = ((f"{module}.{name}", param) for name, param in model.get_submodule(module).named_parameters())
         (stage,) = set.intersection(*(find_stages(ctx, name, param.numel()) for name, param in names))
-        placed.append(stage)
-    return placed
+        coordinates.append(stage)
+    return coordinates
 
 
 def measure_outputs(ctx: JudgeContext) -> list[int]:

@@ -26,6 +26,8 @@ from zharness.laws.circumstances.common import ALL_EXPERTS
 from zharness.laws.state.common import record_snapshot
 from zharness.laws.state.resume import UNLOADED_BUFFER_HINT
 from zharness.parity import Comparison, Part, Tier, compare_bitwise
+from zharness.parity.attribution import is_close_to_mean, is_rounded_to
+from zharness.parity.baseline import run_backward
 from zharness.parity.compare import is_bitwise_equal
 from zharness.workload.exact_blocks import HIDDEN, make_wide
 from zharness.workload.exact_mlp import WIDTH
@@ -56,7 +58,7 @@ PARTS = {
     "buffers": Part.GATHER,
 }
 UNLOADED_WEIGHT_HINT = "it is the weight from before the load"
-NARROW_GRAD_HINT = "of the engine that saved and the one that loaded, one alone rounded the step's gradient to bf16"
+NARROW_GRAD_HINT = "of the step's gradients in the engines that saved and loaded, one alone was reduced in bf16"
 UNLOADED_HINTS = {"params": UNLOADED_WEIGHT_HINT, "full": UNLOADED_WEIGHT_HINT, "buffers": UNLOADED_BUFFER_HINT}
 # Values that no narrower dtype holds; every step changes them.
 BUFFERS: Mapping[str, Tensor] = {
@@ -248,17 +250,28 @@ def hint_unloaded(ctx: JudgeContext, comparison: Comparison, what: str, label: s
 
 
 def hint_narrow_grad(ctx: JudgeContext, comparison: Comparison, _what: str, label: str, steps: int) -> Comparison:
-    """Add a hint to a mismatch after the step that followed a load if only one engine rounded its gradient to bf16.
+    """Add a hint to a mismatch after the step that followed a load if only one engine reduced its gradient in bf16.
 
-    One is the engine that saved the checkpoint of ``steps`` steps, and the other the one that loaded it.
+    One is the engine that saved the checkpoint of ``steps`` steps, and the other the one that loaded it. Both gradients
+    have to be the mean of the ranks' right ones, but for rounding in bf16.
     """
     if comparison.mismatch is None or not ctx.has_record("grads-saved"):
         return comparison
     name, rank = comparison.mismatch.parameter.partition("/")[0], comparison.mismatch.seen_on
     records = [ctx.rank_records(f"grads-{run}", steps)[rank] for run in ("saved", f"{label}-{steps}")]
     grads = [record[name] for record in records if name in record]
-    rounded = [is_bitwise_equal(grad, grad.bfloat16().to(grad.dtype)) for grad in grads]
-    return add_hint(comparison, NARROW_GRAD_HINT) if sorted(rounded) == [False, True] else comparison
+    weights = ctx.rank_records("params-saved", steps)[rank]
+    terms = [compute_grads(ctx, weights, data, steps)[name] for data in range(ctx.data_size)]
+    are_right = all(is_close_to_mean(grad, terms, 1, torch.bfloat16) for grad in grads)
+    are_narrow = [is_rounded_to(torch.bfloat16, grad, terms) for grad in grads]
+    is_hinted = are_right and sorted(are_narrow) == [False, True]
+    return add_hint(comparison, NARROW_GRAD_HINT) if is_hinted else comparison
+
+
+def compute_grads(ctx: JudgeContext, weights: Mapping[str, Tensor], data: int, step: int) -> Mapping[str, Tensor]:
+    """Return plain PyTorch's gradients of the micro-batch of a data coordinate, which goes through every expert."""
+    model, batch = ctx.baseline.build_module(weights), ctx.baseline.batch(data, step)
+    return run_backward(model, ctx.baseline.objective(model(batch.inputs, route=ALL_EXPERTS), batch)).grads
 
 
 def compare_states(ctx: JudgeContext, label: str, steps: int) -> Iterator[Comparison]:
