@@ -57,7 +57,6 @@ TENSOR_PARALLEL = {"autotp_size": 2, "partition_config": {"use_default_specs": F
 
 
 def convert(source):
-    """Convert a checkpoint with DeepSpeed's own command, and make it the one that load_checkpoint looks for."""
     arguments = ["--input_folder", f"{source}/saved", "--output_folder", f"{source}/universal"]
     command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *arguments, "--inject_missing_state"]
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
@@ -67,10 +66,7 @@ def convert(source):
 
 @contextlib.contextmanager
 def save_and_convert(engine):
-    """Save a checkpoint on all ranks, convert it on the first one, and yield its folder, which is removed at the end.
-
-    Each rank removes it, since after an error on one rank the others are stopped.
-    """
+    """Save and convert a checkpoint, and yield its folder, which each rank removes, as an error on one stops others."""
     folders = [tempfile.mkdtemp() if torch.distributed.get_rank() == 0 else None]
     torch.distributed.broadcast_object_list(folders, src=0)
     try:
@@ -115,7 +111,4 @@ def main():
 
 
 if __name__ == "__main__":
-    status = main()
-    if torch.distributed.is_initialized() and status == 0:
-        torch.distributed.destroy_process_group()
-    sys.exit(status)
+    sys.exit(main())
