@@ -1,6 +1,7 @@
 """Mutants are killed by the laws that are meant to kill them, and the first divergence names what was broken.
 
-This runs one target for each law, and with --exhaustive one for each law and mesh. `zharness mutants --scope targets` runs and judges all targets so.
+This runs one target for each law, and with --exhaustive one for each law and mesh. `zharness mutants --scope targets`
+runs and judges all targets so.
 """
 
 from __future__ import annotations
