@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -71,7 +72,11 @@ class LoadsTheFirstCopyAlone(LoadsOnMesh):
 
 
 @mutant(
-    FaultKind.STATE, on_other_mesh(), on_other_mesh(mesh=REP2), on_other_mesh(mesh="tp4", to=False), origin=Origin.MESH
+    FaultKind.STATE,
+    replace(on_other_mesh(), variant="to_others_adam"),  # the variants of SGD load on no mesh of two such axes
+    replace(on_other_mesh(mesh=REP2), variant="to_others_adam"),
+    on_other_mesh(mesh="tp4", to=False),
+    origin=Origin.MESH,
 )
 class LoadsInnerPartsInReversedOrder(LoadsOnMesh):
     """The second and third of four ranks of tp load their part of a split weight in reversed order."""
