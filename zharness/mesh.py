@@ -141,6 +141,10 @@ class Mesh:
         shape, at = self.shape(world_size), self.coordinates(rank, world_size)
         return at[REPLICATE] * shape[DATA_SHARD] + at[DATA_SHARD]
 
+    def list_ranks(self, data_coordinate: int, world_size: int) -> list[int]:
+        """Return the ranks that get the micro-batch of ``data_coordinate``."""
+        return [rank for rank in range(world_size) if self.data_coordinate(rank, world_size) == data_coordinate]
+
     def rank_at_start(self, axis: str, rank: int, world_size: int) -> int:
         """Return the rank at coordinate 0 of ``axis`` whose other coordinates are those of ``rank``."""
         shape = self.shape(world_size)

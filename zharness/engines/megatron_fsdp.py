@@ -257,8 +257,8 @@ class MegatronEngine(TorchEngine):
         super().__init__(model, capabilities, config, adapter)
         self._wrapped = wrapped
         world_size, rank = dist.get_world_size(), dist.get_rank()
-        shards = config.mesh.shape(world_size)[DATA_SHARD]
-        self._own_copy = range(rank - rank % shards, rank - rank % shards + shards)
+        first = config.mesh.rank_at_start(DATA_SHARD, rank, world_size)
+        self._own_copy = range(first, first + config.mesh.shape(world_size)[DATA_SHARD])
         self._aliases = {
             alias: name
             for name, param in adapter.params.items()

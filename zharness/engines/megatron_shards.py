@@ -47,9 +47,7 @@ def gather(local: Tensor, shape: torch.Size, pieces: tuple[Piece, ...], own_copy
     padded[: local.numel()] = local.flatten()
     parts = comm.all_gather(padded.new_empty(len(pieces) * longest), padded).view(len(pieces), longest)
     full = torch.empty(shape.numel(), dtype=local.dtype)
-    for piece in pieces:
-        if piece.rank not in own_copy:
-            continue
+    for piece in (pieces[rank] for rank in own_copy):
         full[piece.start : piece.stop] = parts[piece.rank, : piece.stop - piece.start].cpu()
     return full.view(shape)
 

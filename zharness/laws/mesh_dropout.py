@@ -77,9 +77,7 @@ def read_local(mask: Any) -> Tensor:
 
 def judge_dropout(ctx: JudgeContext) -> Iterator[Comparison]:
     """Judge the masks in the variant of that name, else the losses and gradients under the masks of the engine."""
-    groups = [
-        [rank for rank in range(ctx.world_size) if ctx.data_coordinate(rank) == at] for at in range(ctx.data_size)
-    ]
+    groups = [ctx.mesh.list_ranks(at, ctx.world_size) for at in range(ctx.data_size)]
     if ctx.variant in (MASKS, WINDOW):
         for at, ranks in enumerate(groups):
             yield from judge_masks(ctx, at, ranks)

@@ -27,6 +27,7 @@ from zharness.parity import Comparison, Mismatch, Part, compare_bitwise
 from zharness.parity.certificate import certify_exactness
 from zharness.parity.compare import check_names, is_bitwise_equal
 from zharness.workload import ModelSpec
+from zharness.workload.model_lookup import explain_uneven_parts
 
 # A step moves last.bias or down.bias, whose gradients are small multiples of 1/4 as a micro-batch has four samples, by
 # integers, and nothing else, so that the model stays exact. Every parameter has a momentum.
@@ -65,15 +66,10 @@ def select_other_meshes(ctx: RankContext, meshes: Sequence[Mesh]) -> list[Mesh]:
 
 def can_split(spec: ModelSpec, mesh: Mesh) -> bool:
     """Return whether each axis of ``mesh`` that splits a model has something of this one to split, in equal parts."""
-    parts = {
-        TENSOR: (spec.tp_plan, spec.tp_parts.values()),
-        CONTEXT: (spec.cp_plan, spec.cp_parts.values()),
-        EXPERT: (spec.ep_plan, spec.ep_plan.values()),
-    }
+    plans = {TENSOR: spec.tp_plan, CONTEXT: spec.cp_plan, EXPERT: spec.ep_plan}
     if len(spec.pp_plan) < mesh.size(PIPELINE) > 1:
         return False
-    plans = ((axis, *parts[axis]) for axis in mesh.axes if axis in parts)
-    return all(plan and not any(count % mesh.size(axis) for count in counts) for axis, plan, counts in plans)
+    return all(plans[axis] and not explain_uneven_parts(spec, mesh, axis) for axis in mesh.axes if axis in plans)
 
 
 def train_shared_batch(ctx: RankContext, engine: Engine, step: int, label: str) -> None:
@@ -242,19 +238,24 @@ def judge_complete_state(ctx: JudgeContext, saved: str, momentum: str) -> Iterat
 
 def observe_full_state_dict(ctx: RankContext) -> None:
     """Make a step, load the full state dict into a plain model, build a second engine around it, and run a forward."""
-    engine = ctx.build_engine(optimizer=LAST_BIAS_STEPS)
-    train_shared_batch(ctx, engine, 0, "before")
+    training = MeshTraining(LAST_BIAS_STEPS, (), train_shared_batch)
+    load_full_state_dict(ctx, training, ctx.spec.model(ctx.seed), build_other_model(ctx))
+
+
+def load_full_state_dict(ctx: RankContext, training: MeshTraining, model: nn.Module, other: nn.Module) -> None:
+    """Make a step of an engine around ``model``, load its full state dict into ``other``, and run a batch of that."""
+    engine = ctx.build_engine_around(model, optimizer=training.optimizer)
+    training.run_batch(ctx, engine, 0, "before")
     engine.step()
     engine.zero_grad()
     ctx.record("params", engine.full_params(), SAVED)
     full = require_full_state_dict(engine).full_state_dict()
     ctx.record("full", full)
     engine.close()
-    model = build_other_model(ctx)
-    model.load_state_dict(full)
-    loaded = ctx.build_engine_around(model, optimizer=LAST_BIAS_STEPS)
+    other.load_state_dict(full)
+    loaded = ctx.build_engine_around(other, optimizer=training.optimizer)
     ctx.record("params-loaded", loaded.full_params(), SAVED)
-    train_shared_batch(ctx, loaded, SAVED, "loaded")
+    training.run_batch(ctx, loaded, SAVED, "loaded")
     loaded.close()
 
 
@@ -263,6 +264,11 @@ def judge_full_state_dict(ctx: JudgeContext) -> Iterator[Comparison]:
     plain = ctx.baseline.build_module().state_dict()
     for rank, full in enumerate(ctx.rank_records("full")):
         yield from compare_state_dicts(ctx, plain | dict(ctx.rank_records("params", SAVED)[rank]), full, rank)
+    yield from compare_loaded_engine(ctx)
+
+
+def compare_loaded_engine(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Compare the weights and the loss of the engine around the loaded model with those of the engine that saved."""
     yield from compare_records(ctx, "params", "params-loaded", SAVED, SAVED, Part.GATHER)
     local = [ctx.baseline.run_rank(0, SAVED, ctx.rank_records("params", SAVED)[0])] * ctx.data_size
     yield from ctx.compare_losses(SAVED, local, "loss-loaded")

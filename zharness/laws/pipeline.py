@@ -169,11 +169,11 @@ def compare_split_losses(ctx: JudgeContext, micros: list[list[LocalResult]], num
     records = ctx.rank_records("losses", number)
     for rank, record in enumerate(records):
         at = ctx.data_coordinate(rank)
-        first = records[next(other for other in range(ctx.world_size) if ctx.data_coordinate(other) == at)]
+        first, *_ = ctx.mesh.list_ranks(at, ctx.world_size)
         own = torch.stack([row[at].loss for row in micros])
         for index, (name, loss) in enumerate(record.items()):
             place = ctx.location(name, Part.FORWARD, number, rank)
-            yield compare_bitwise(place, first[name], loss)
+            yield compare_bitwise(place, records[first][name], loss)
             distances = (own - loss).abs()
             is_nearest = bool(distances[index] <= distances.min())  # False for a loss that is not a number
             mismatch = compare_bitwise(replace(place, name=f"nearest loss to {name}"), scalar(1), scalar(is_nearest))

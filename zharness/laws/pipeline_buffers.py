@@ -146,7 +146,7 @@ def judge_buffers(ctx: JudgeContext) -> Iterator[Comparison]:
 def judge_owners(ctx: JudgeContext) -> Iterator[Comparison]:
     """Check that in each pipeline one rank of pp, and all ranks of tp there, own each block, by the engine's layout."""
     for at in range(ctx.data_size):
-        ranks = [rank for rank in range(ctx.world_size) if ctx.data_coordinate(rank) == at]
+        ranks = ctx.mesh.list_ranks(at, ctx.world_size)
         for block in ctx.baseline.spec.pp_plan:
             owners = [rank for rank in ranks if f"{block}.{SUM}" in ctx.rank_records("buffers", SAVED)[rank]]
             place = ctx.location(f"owners of {block}", Part.FORWARD, 0, (owners or ranks)[0])

@@ -171,7 +171,7 @@ def list_elements(mask: Tensor) -> tuple[float, ...]:
 def run_with_masks(ctx: JudgeContext, at: int, micro: int, drawn: Sequence[Mapping[str, DrawnMasks]]) -> LocalResult:
     """Return the plain model's loss and gradients of a micro-batch under the masks that ranks drew for it."""
     model = ctx.baseline.build_module()
-    found = [blocks for rank, blocks in enumerate(drawn) if ctx.data_coordinate(rank) == at]
+    found = [drawn[rank] for rank in ctx.mesh.list_ranks(at, ctx.world_size)]
     for name, block in list_blocks(model).items():
         masks = next((blocks[name] for blocks in found if name in blocks), DrawnMasks((), ()))
         block.drop.draw = masks.find

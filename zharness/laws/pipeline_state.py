@@ -10,26 +10,27 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from zharness.engines.protocol import Engine, Feature, require_full_state_dict, require_train_batch
+from zharness.engines.protocol import Engine, Feature, require_train_batch
 from zharness.law_kit.dtypes import DTYPES
 from zharness.law_kit.integer_steps import BIAS_SIGNS
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Variant
 from zharness.law_kit.rank_context import RankContext
-from zharness.law_kit.record_comparisons import compare_records
 from zharness.laws.mesh_state import (
     FROM_OTHERS,
     SAVED,
     TO_OTHERS,
     MeshTraining,
     build_other_model,
+    compare_loaded_engine,
     compare_state_dicts,
     judge_meshes,
+    load_full_state_dict,
     observe_meshes,
 )
 from zharness.laws.pipeline import pipeline_law
 from zharness.mesh import Mesh
-from zharness.parity import Comparison, Part
+from zharness.parity import Comparison
 
 MESHES = tuple(map(Mesh.parse, ("pp1", "pp2", "pp4", "tp2,pp2")))  # on pp1 all modules are one stage
 
@@ -61,20 +62,8 @@ def add_buffers(model: nn.Module, plan: tuple[str, ...]) -> nn.Module:
 
 def observe_full_state_dict(ctx: RankContext) -> None:
     """Make a step, load the full state dict into a plain model, build a second engine around it, and run a batch."""
-    model, other = ctx.spec.model(ctx.seed), build_other_model(ctx)
-    engine = ctx.build_engine_around(add_buffers(model, ctx.spec.pp_plan), optimizer=BIAS_SIGNS)
-    run_shared_batch(ctx, engine, 0, "before")
-    engine.step()
-    engine.zero_grad()
-    ctx.record("params", engine.full_params(), SAVED)
-    full = require_full_state_dict(engine).full_state_dict()
-    ctx.record("full", full)
-    engine.close()
-    add_buffers(other, ctx.spec.pp_plan).load_state_dict(full)
-    loaded = ctx.build_engine_around(other, optimizer=BIAS_SIGNS)
-    ctx.record("params-loaded", loaded.full_params(), SAVED)
-    run_shared_batch(ctx, loaded, SAVED, "loaded")
-    loaded.close()
+    models = (add_buffers(model, ctx.spec.pp_plan) for model in (ctx.spec.model(ctx.seed), build_other_model(ctx)))
+    load_full_state_dict(ctx, MeshTraining(BIAS_SIGNS, (), run_shared_batch), *models)
 
 
 def judge_full_state_dict(ctx: JudgeContext) -> Iterator[Comparison]:
@@ -82,9 +71,7 @@ def judge_full_state_dict(ctx: JudgeContext) -> Iterator[Comparison]:
     for rank, full in enumerate(ctx.rank_records("full")):
         plain = ctx.baseline.build_module(ctx.rank_records("params", SAVED)[rank])
         yield from compare_state_dicts(ctx, add_buffers(plain, ctx.baseline.spec.pp_plan).state_dict(), full, rank)
-    yield from compare_records(ctx, "params", "params-loaded", SAVED, SAVED, Part.GATHER)
-    local = [ctx.baseline.run_rank(0, SAVED, ctx.rank_records("params", SAVED)[0])] * ctx.data_size
-    yield from ctx.compare_losses(SAVED, local, "loss-loaded")
+    yield from compare_loaded_engine(ctx)
 
 
 LAWS = (

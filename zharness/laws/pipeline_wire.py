@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
@@ -64,17 +65,31 @@ def judge_wire(ctx: JudgeContext) -> Iterator[Comparison]:
     as the outputs of one module have. The gradients of a stage are reduced once over the data, in the reduce dtype, and
     its weights are gathered at most twice for each micro-batch. What ranks of tp send is not judged here.
     """
-    expected = list_stage_messages(ctx)
+    modules = measure_modules(ctx)
+    expected, least = list_stage_messages(ctx, modules), min(module.outputs for module in modules)
     for rank, record in enumerate(ctx.rank_records("sent", OBSERVED)):
         messages = {Sent.parse(name): elements for name, elements in record.items()}
-        yield from judge_stage_messages(ctx, rank, messages, expected[get_stage(ctx, rank)])
-        yield from judge_data_messages(ctx, rank, messages)
+        yield from judge_stage_messages(ctx, rank, messages, expected[get_stage(ctx, rank)], least)
+        yield from judge_data_messages(ctx, rank, messages, modules)
+
+
+@dataclass(frozen=True)
+class MeasuredModule:
+    """A module of the plan: the coordinate on pp of its parameters, and the elements of these and of its outputs.
+
+    The outputs are those of one micro-batch.
+    """
+
+    name: str
+    stage: int
+    parameters: int
+    outputs: int
 
 
 def judge_stage_messages(
-    ctx: JudgeContext, rank: int, messages: Mapping[Sent, Tensor], expected: Mapping[int, int]
+    ctx: JudgeContext, rank: int, messages: Mapping[Sent, Tensor], expected: Mapping[int, int], least_outputs: int
 ) -> Iterator[Comparison]:
-    """Compare what a rank sends to each other stage, and what else it sends along pp."""
+    """Compare what a rank sends to each other stage, and that what else it sends along pp is less than any outputs."""
     on_pp = {message: elements for message, elements in messages.items() if PIPELINE in message.axes.split(",")}
     to_stages = {m: elements for m, elements in on_pp.items() if m.axes == PIPELINE and m.content == ACTIVATIONS}
     yield from judge_dtypes(ctx, rank, to_stages, OBSERVED)
@@ -86,10 +101,12 @@ def judge_stage_messages(
         yield compare_bitwise(place, scalar(expected.get(stage, 0)), scalar(counts[stage]))
     others = sum(float(elements) for message, elements in on_pp.items() if message not in to_stages)
     place = ctx.location("elements of other messages along pp", Part.REDUCTION, OBSERVED, rank)
-    yield compare_within_range(place, scalar(0), scalar(others), scalar(min(measure_outputs(ctx)) - 1))
+    yield compare_within_range(place, scalar(0), scalar(others), scalar(least_outputs - 1))
 
 
-def judge_data_messages(ctx: JudgeContext, rank: int, messages: Mapping[Sent, Tensor]) -> Iterator[Comparison]:
+def judge_data_messages(
+    ctx: JudgeContext, rank: int, messages: Mapping[Sent, Tensor], modules: Sequence[MeasuredModule]
+) -> Iterator[Comparison]:
     """Compare what a rank sends along the data with the gradients of its stage, and with the weights."""
     on_data = {message: elements for message, elements in messages.items() if message.axes == DATA_SHARD}
     yield from judge_dtypes(ctx, rank, on_data, OBSERVED)
@@ -97,18 +114,16 @@ def judge_data_messages(ctx: JudgeContext, rank: int, messages: Mapping[Sent, Te
         elements = sum(float(n) for message, n in on_data.items() if message.content == content)
         place = ctx.location(f"elements of {content} along {DATA_SHARD}", Part.REDUCTION, OBSERVED, rank)
         comparison = compare_within_range(place, scalar(least), scalar(elements), scalar(most))
-        hint = describe_one_module(ctx, rank, elements) if elements < most else ""
+        hint = describe_one_module(modules, get_stage(ctx, rank), elements) if elements < most else ""
         hint = "each gradient is reduced twice" if 2 * least <= elements <= 2 * most and content == GRADIENTS else hint
         yield add_hint(comparison, hint) if hint else comparison
 
 
-def describe_one_module(ctx: JudgeContext, rank: int, elements: float) -> str:
-    """Return which module of the stage has so many elements of parameters, where a stage has several; '' if none."""
-    model, stage = ctx.baseline.build_module(), get_stage(ctx, rank)
-    own = [name for name, at in zip(ctx.baseline.spec.pp_plan, place_modules(ctx), strict=True) if at == stage]
-    sizes = {name: sum(param.numel() for param in model.get_submodule(name).parameters()) for name in own}
-    modules = [name for name, size in sizes.items() if size == elements] if len(own) > 1 else []
-    return f"as many as one module of the stage has, such as {modules[0]}" if modules else ""
+def describe_one_module(modules: Sequence[MeasuredModule], stage: int, elements: float) -> str:
+    """Return which module of ``stage`` has so many elements of parameters, where the stage has several; '' if none."""
+    own = [module for module in modules if module.stage == stage]
+    names = [module.name for module in own if module.parameters == elements] if len(own) > 1 else []
+    return f"as many as one module of the stage has, such as {names[0]}" if names else ""
 
 
 def list_data_ranges(ctx: JudgeContext, stage: int) -> dict[str, tuple[float, float]]:
@@ -130,41 +145,36 @@ def list_data_ranges(ctx: JudgeContext, stage: int) -> dict[str, tuple[float, fl
     return ranges if shards > 1 else dict.fromkeys(ranges, (0, 0))
 
 
-def list_stage_messages(ctx: JudgeContext) -> Mapping[int, Counter[int]]:
+def list_stage_messages(ctx: JudgeContext, modules: Sequence[MeasuredModule]) -> Mapping[int, Counter[int]]:
     """Return, for each coordinate on pp, the elements that its ranks send to each other one in a batch."""
-    stages, outputs = place_modules(ctx), measure_outputs(ctx)
     messages: dict[int, Counter[int]] = {stage: Counter() for stage in range(ctx.mesh.size(PIPELINE))}
-    for sender, receiver, elements in zip(stages, stages[1:], outputs, strict=False):
-        if sender != receiver:
-            messages[sender][receiver] += MICRO_BATCHES * elements
-            messages[receiver][sender] += MICRO_BATCHES * elements
+    for module, following in pairwise(modules):
+        if module.stage != following.stage:
+            messages[module.stage][following.stage] += MICRO_BATCHES * module.outputs
+            messages[following.stage][module.stage] += MICRO_BATCHES * module.outputs
     return messages
 
 
-def place_modules(ctx: JudgeContext) -> list[int]:
-    """Return the coordinate on pp of each module of the plan, which is that of its parameters."""
+def measure_modules(ctx: JudgeContext) -> list[MeasuredModule]:
+    """Return the modules of the plan, in their order, measured in a forward of the plain model."""
     model = ctx.baseline.build_module()
-    coordinates = []
-    for module in ctx.baseline.spec.pp_plan:
-        names = ((f"{module}.{name}", param) for name, param in model.get_submodule(module).named_parameters())
-        (stage,) = set.intersection(*(find_stages(ctx, name, param.numel()) for name, param in names))
-        coordinates.append(stage)
-    return coordinates
-
-
-def measure_outputs(ctx: JudgeContext) -> list[int]:
-    """Return the number of elements of the outputs of each module of the plan, for one micro-batch."""
-    model = ctx.baseline.build_module()
-    elements: dict[str, int] = {}
+    outputs: dict[str, int] = {}
 
     def count(name: str, _module: nn.Module, _inputs: Any, output: Tensor | Sequence[Tensor]) -> None:
         """Count the outputs of one module."""
-        elements[name] = sum(tensor.numel() for tensor in flatten(output))
+        outputs[name] = sum(tensor.numel() for tensor in flatten(output))
 
     for name in ctx.baseline.spec.pp_plan:
         model.get_submodule(name).register_forward_hook(partial(count, name))
     ctx.baseline.batch(0, 0).feed(model)
-    return [elements[name] for name in ctx.baseline.spec.pp_plan]
+    return [measure_module(ctx, model, name, outputs[name]) for name in ctx.baseline.spec.pp_plan]
+
+
+def measure_module(ctx: JudgeContext, model: nn.Module, name: str, outputs: int) -> MeasuredModule:
+    """Return the module ``name``, all of whose parameters are on one coordinate of pp."""
+    sizes = {f"{name}.{each}": param.numel() for each, param in model.get_submodule(name).named_parameters()}
+    (stage,) = set.intersection(*(find_stages(ctx, each, elements) for each, elements in sizes.items()))
+    return MeasuredModule(name, stage, sum(sizes.values()), outputs)
 
 
 _LAW = pipeline_law(

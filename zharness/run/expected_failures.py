@@ -152,10 +152,13 @@ class ExpectedFailure:
         is_named = cell.engine_variant in (self.engine_variants or ("",))
         return is_named or is_config_file(cell.engine_variant)
 
+    def names_cause(self, cause: str) -> bool:
+        """Return whether one of the signatures occurs in ``cause``."""
+        return any(has_signature(cause, signature) for signature in self.signatures)
+
     def matches_failure(self, cause: str, details: str) -> bool:
         """Return whether a cell with this cause and these details failed in the expected way."""
-        is_same_cause = any(has_signature(cause, signature) for signature in self.signatures)
-        return is_same_cause and (not self.details or any(text in details for text in self.details))
+        return self.names_cause(cause) and (not self.details or any(text in details for text in self.details))
 
     def describes_failure(self, verdict: str, cause: str, details: str) -> bool:
         """Return whether a cell with this verdict, this cause and these details failed in the expected way."""

@@ -12,6 +12,7 @@ from zharness.law_kit.law import MeshSupport
 from zharness.laws import Law, find_laws
 from zharness.mesh import CONTEXT, EXPERT, PIPELINE, TENSOR, Mesh
 from zharness.workload import MODELS, model_spec
+from zharness.workload.model_lookup import explain_uneven_parts
 from zharness.workload.user_model import is_user_model
 
 
@@ -83,24 +84,21 @@ def explain_missing_plan(model: str, mesh: Mesh, stages_per_rank: int = 1) -> st
         parts = {PIPELINE: "plan of modules that pp can split", EXPERT: "layer of experts that ep can split"}
         parts[CONTEXT] = "plan of its attention, whose sequence cp can split"
         return next((f"the model of {model} has no {part}" for axis, part in parts.items() if axis in mesh.axes), "")
-    spec, size, stages = model_spec(model), mesh.size(TENSOR), stages_per_rank * mesh.size(PIPELINE)
+    spec, stages = model_spec(model), stages_per_rank * mesh.size(PIPELINE)
     if PIPELINE in mesh.axes and len(spec.pp_plan) < stages:
         return f"the model {model} has no plan of {stages} modules or more that pp can split"
     if bool(spec.ep_plan) != (EXPERT in mesh.axes):
         return f"the model {model} has {'a layer' if spec.ep_plan else 'no layer'} of experts that ep splits"
-    uneven_layers = (count for count in spec.ep_plan.values() if count % mesh.size(EXPERT))
-    if count := next(uneven_layers, 0):
-        return f"the {count} experts of the model {model} cannot be split over ep{mesh.size(EXPERT)}"
+    if reason := explain_uneven_parts(spec, mesh, EXPERT):
+        return reason
     if bool(spec.cp_plan) != (CONTEXT in mesh.axes):
         return f"the model {model} has {'attention' if spec.cp_plan else 'no attention'} whose sequence cp splits"
-    uneven = (f"{count} {parts}" for parts, count in spec.cp_parts.items() if count % mesh.size(CONTEXT))
-    if parts_of_context := next(uneven, ""):
-        return f"the {parts_of_context} of the model {model} cannot be split over cp{mesh.size(CONTEXT)}"
+    if reason := explain_uneven_parts(spec, mesh, CONTEXT):
+        return reason
     if TENSOR not in mesh.axes:
         return ""
     if spec.tp_plan:
-        uneven = (f"{count} {parts}" for parts, count in spec.tp_parts.items() if count % size)
-        return next((f"the {parts} of the model {model} cannot be split over tp{size}" for parts in uneven), "")
+        return explain_uneven_parts(spec, mesh, TENSOR)
     return f"the model {model} has no plan that says how the axis tp splits its modules (ModelSpec.tp_plan)"
 
 

@@ -10,7 +10,7 @@ from zharness.engines.registry import is_checkout
 from zharness.errors import UsageError
 from zharness.releases.repros import Repro, load_catalogue
 from zharness.run.changes import strip_release
-from zharness.run.expected_failures import ExpectedFailure, has_signature
+from zharness.run.expected_failures import ExpectedFailure
 from zharness.run.outcomes import group_records
 from zharness.run.record import Record
 from zharness.site.columns import find_column, sort_columns
@@ -87,7 +87,7 @@ def find_reason(record: Record, user_failures: Sequence[ExpectedFailure] = ()) -
         return (
             entry.upstream == record.expected_failure
             and entry.verdict == record.verdict.value
-            and any(has_signature(record.cause, signature) for signature in entry.signatures)
+            and entry.names_cause(record.cause)
         )
 
     found = find_entry(record, user_failures, explains)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Iterator
+from itertools import chain
 from types import FrameType
 from typing import Any
 
@@ -22,7 +23,7 @@ from zharness.law_kit.law import MeshSupport
 from zharness.law_kit.optimizers import ZERO_LR_SGD
 from zharness.law_kit.rank_context import RankContext, scalar
 from zharness.laws.resources.common import resource_law
-from zharness.mesh import TENSOR
+from zharness.mesh import CONTEXT, EXPERT, TENSOR
 from zharness.parity import Comparison, Part, compare_within_range
 from zharness.parity.comparison import TensorLocation
 
@@ -68,8 +69,8 @@ class CheckpointedLayers(nn.Module):
 
 def add_split_layers(ctx: RankContext, model: nn.Module) -> nn.Module:
     """Give ``model`` the layers, attention or experts that the mesh splits, which no forward calls, and return it."""
-    split_by_tp = ctx.config.tp_plan if TENSOR in ctx.config.mesh.axes else ()
-    for name in (*split_by_tp, *ctx.config.cp_plan, *ctx.config.ep_plan):
+    plans = {TENSOR: ctx.config.tp_plan, CONTEXT: ctx.config.cp_plan, EXPERT: ctx.config.ep_plan}
+    for name in chain.from_iterable(plans.get(axis, ()) for axis in ctx.config.mesh.axes):
         model.add_module(name, ctx.spec.model(ctx.seed).get_submodule(name))
     return model
 

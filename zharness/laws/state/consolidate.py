@@ -73,8 +73,8 @@ def judge_consolidate(ctx: JudgeContext) -> Iterator[Comparison]:
 def compute_loaded_loss(ctx: JudgeContext, coordinate: int) -> Tensor:
     """Return a plain model's loss on the second micro-batch of a data coordinate, whose first rank's dict it loads."""
     module, batch = ctx.baseline.build_module(), ctx.baseline.batch(coordinate, 1)
-    rank = next(rank for rank in range(ctx.world_size) if ctx.data_coordinate(rank) == coordinate)
-    module.load_state_dict(dict(ctx.rank_records("full")[rank]))
+    first, *_ = ctx.mesh.list_ranks(coordinate, ctx.world_size)
+    module.load_state_dict(dict(ctx.rank_records("full")[first]))
     return ctx.baseline.objective(ctx.baseline.compute_output(module, batch), batch).detach()
 
 
