@@ -19,8 +19,8 @@ from zharness.parity.snapshot import RankEvidence
 from zharness.run.expected_failures import ExpectedFailure
 from zharness.run.observe_and_judge import add_coordinates
 from zharness.run.plan import Request, plan
+from zharness.run.rank_pool import rank_pool
 from zharness.run.record import Record, Verdict
-from zharness.run.runner import rank_pool
 from zharness.run.unmatched_failures import iter_covered_cells
 from zharness.run.verdicts import make_failure_record
 from zharness.workload import model_spec

@@ -10,8 +10,8 @@ from zharness.run.cell_planner import PlannedCell
 from zharness.run.cell_queue import CellQueue, by_pool, in_order
 from zharness.run.check_loop import RunOptions, Stop, describe_stop, run_cells
 from zharness.run.progress import ProgressLog
+from zharness.run.rank_pool import RankPool, rank_pool
 from zharness.run.record import Record, Verdict
-from zharness.run.runner import RankPool, rank_pool
 
 
 def make_cell(stage: int, world_size: int, law: str = "training.grads") -> PlannedCell:

@@ -57,7 +57,7 @@ class PreparedRunner(Runner):
     def __init__(self) -> None:
         self.seed, self.isolation, self.timeout, self.user_expected_failures = 0, Isolation.FRESH, 60.0, ()
         server: Any = ServerOfFailedRanks()
-        self._servers, self._judge_server, self._pools = {CELL.engine: server}, server, set()
+        self._servers, self._judge_server, self._pools = {CELL.engine: server}, server, {}
         self._observe = observe
         self._claims, self._free_evidence_dirs = {(CELL.engine, CELL.stage): CLAIMS}, []
 

@@ -21,6 +21,7 @@ from zharness.run.expected_failures import ExpectedFailure, parse_expected_failu
 from zharness.run.matching_failures import find_expected_failure
 from zharness.run.observe_and_judge import Judgement, observe
 from zharness.run.outcomes import outcome_name, records_exit_code
+from zharness.run.rank_pool import name_pool, rank_pool
 from zharness.run.record import parse_record
 from zharness.run.runner import Runner
 from zharness.world import GroupOutcome, Isolation, RankEnd, RankOutcome, RankTask
@@ -45,7 +46,7 @@ class PreparedRunner(Runner):
 
     def __init__(self, pooled: Record, fresh: Record, *user_expected_failures: ExpectedFailure) -> None:
         self.seed, self.isolation, self.user_expected_failures = 0, Isolation.POOLED, user_expected_failures
-        self.records = {Isolation.POOLED: pooled, Isolation.FRESH: fresh}
+        self.records = {Isolation.POOLED: pooled, Isolation.POOLED_IF_ALIKE: fresh, Isolation.FRESH: fresh}
 
     def _run_once(self, cell: Cell, blank_record: Record, options: Mapping[str, Any], isolation: Isolation) -> Record:
         return self.records[isolation]
@@ -138,7 +139,7 @@ def test_the_judge_of_a_second_run_is_fresh_too(tmp_path: Path) -> None:
     runner = object.__new__(Runner)
     runner.__dict__.update(
         seed=0, timeout=1.0, isolation=Isolation.POOLED, user_expected_failures=(), _free_evidence_dirs=[],
-        _pools=set(), _observe=observe,
+        _pools={}, _observe=observe,
         _servers={"reference": ranks}, _judge_server=judges,
         _claims={("reference", 3): engines.capabilities("reference", 3)},
     )  # fmt: skip
@@ -146,10 +147,20 @@ def test_the_judge_of_a_second_run_is_fresh_too(tmp_path: Path) -> None:
     assert ranks.isolations == judges.isolations == [Isolation.POOLED, Isolation.FRESH]
 
 
-def test_a_cell_that_has_to_crash_runs_on_fresh_ranks_and_leaves_those_of_its_pool_to_other_cells() -> None:
+def test_a_cell_that_has_to_crash_leaves_the_ranks_of_its_pool_to_other_cells() -> None:
     crash = replace(LEAK, isolation="")
     crashed = ended(Verdict.CRASH, CRASHED)
     record = run(ended(Verdict.PASS), crashed, crash)
     assert (record.verdict, record.pool_difference) == (Verdict.CRASH, "")
     for on_pooled_ranks in (LEAK, replace(crash, engine_variants=("tiny_buckets",))):
         assert run(ended(Verdict.PASS), crashed, on_pooled_ranks).verdict is Verdict.PASS
+    assert name_pool(CELL, Isolation.POOLED_IF_ALIKE) != name_pool(CELL, Isolation.POOLED) == rank_pool(CELL).name
+
+
+def test_a_cell_that_does_not_crash_as_expected_runs_again_on_fresh_ranks() -> None:
+    """An earlier cell that raised may have left something in the process."""
+    runner = PreparedRunner(ended(Verdict.PASS), ended(Verdict.PASS), replace(LEAK, isolation=""))
+    runner.records[Isolation.POOLED_IF_ALIKE] = ended(Verdict.CRASH, "rank 0 raised: KeyError: 0")
+    record = runner.run(PlannedCell(CELL))
+    assert (record.verdict, bool(record.stale_reason)) == (Verdict.PASS, True)
+    assert "crash on ranks that earlier cells had used, pass on fresh ranks" in record.pool_difference

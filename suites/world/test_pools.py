@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,31 @@ def test_after_a_fault_only_the_affected_ranks_are_replaced() -> None:
         after = server.submit(pooled(sum_and_identity)).values()
         assert not {pid for pid, _, _ in before} & {pid for pid, _, _ in after}
         assert server.submit(pooled(sum_and_identity, pool="other")).values() == bystanders
+
+
+def gather_and_raise(culprit: int = -1) -> None:
+    dist.barrier()
+    raise ValueError(os.getpid()) if dist.get_rank() != culprit else KeyError(os.getpid())
+
+
+@pytest.mark.parametrize(
+    ("isolation", "culprit", "is_kept"),
+    [
+        (Isolation.POOLED_IF_ALIKE, -1, True),
+        (Isolation.POOLED_IF_ALIKE, 1, False),
+        (Isolation.POOLED, -1, False),
+    ],
+)
+def test_ranks_that_raise_the_same_error_are_kept_if_the_task_says_so(
+    isolation: Isolation, culprit: int, is_kept: bool
+) -> None:
+    with RankServer() as server:
+        before = [pid for pid, _, _ in server.submit(pooled(sum_and_identity)).values()]
+        outcome = server.submit(replace(pooled(gather_and_raise, culprit), isolation=isolation))
+        assert [rank.end for rank in outcome.ranks] == [RankEnd.RAISED, RankEnd.RAISED]
+        after = server.submit(pooled(sum_and_identity)).values()
+    assert ([pid for pid, _, _ in after] == before) is is_kept
+    assert [total for _, _, total in after] == [1.0, 1.0]
 
 
 def die_later() -> None:

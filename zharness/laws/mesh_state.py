@@ -33,8 +33,10 @@ from zharness.workload.model_lookup import explain_uneven_parts
 # integers, and nothing else, so that the model stays exact. Every parameter has a momentum.
 LAST_BIAS_STEPS = OptimizerSpec("sgd", {"lr": 0.0, "momentum": 0.5}, groups=(GroupSpec("[dl]*.bias", {"lr": 4.0}),))
 MESHES = tuple(map(Mesh.parse, ("", "tp2", "tp4", "rep2", "rep2,tp2", "cp2", "ep1", "ep2", "ep4")))
-# Adam's state contains a tensor like SGD's momentum, so that variants of SGD load on fewer meshes.
-SGD_MESHES = tuple(map(Mesh.parse, ("", "tp2", "ep1", "ep2")))
+# Adam's state contains a tensor like SGD's momentum, so that variants of SGD load on fewer meshes. So do two models:
+# ``heads`` is split as they are, and torch derives for each mesh and shape anew how to split an operation.
+FEW_MESHES = tuple(map(Mesh.parse, ("", "tp2", "ep1", "ep2")))
+MODELS_ON_FEW_MESHES = ("exact", "sequence")
 TO_OTHERS, FROM_OTHERS = "to_others", "from_others"
 FIRST_GROUP_HINT = "its step used the options of the first parameter group, in which it is not"
 ADAM = "_adam"  # the end of the names of variants that step with Adam, the state that universal checkpoints have
@@ -140,7 +142,8 @@ def load_on_mesh(ctx: RankContext, training: MeshTraining, mesh: Mesh, folder: P
 
 def observe_other_mesh(ctx: RankContext) -> None:
     """Save and load in the direction, and with the optimizer, that the law variant names."""
-    meshes = MESHES if ctx.variant.endswith(ADAM) else SGD_MESHES
+    on_all = ctx.variant.endswith(ADAM) and ctx.spec.name not in MODELS_ON_FEW_MESHES
+    meshes = MESHES if on_all else FEW_MESHES
     observe_meshes(ctx, MeshTraining(choose_optimizer(ctx.variant), meshes, train_shared_batch))
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable
 from threading import Lock
 
 from zharness.run.cell_planner import PlannedCell
-from zharness.run.runner import rank_pool
+from zharness.run.rank_pool import rank_pool
 
 Group = Callable[[PlannedCell], Hashable]
 

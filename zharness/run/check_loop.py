@@ -26,6 +26,7 @@ from zharness.run.expected_failures import ExpectedFailure
 from zharness.run.missing_claims import describe_missing_claims
 from zharness.run.plan import ARRAY_WORLD_SIZES, Plan, plan_with_coverage, shuffle_cells, validate_request
 from zharness.run.progress import write_with_progress
+from zharness.run.rank_pool import rank_pool
 from zharness.run.reach import (
     CellReach,
     ReachRecorder,
@@ -35,7 +36,7 @@ from zharness.run.reach import (
     read_earlier_reach,
 )
 from zharness.run.record import RecordFile, open_record_file
-from zharness.run.runner import WithheldPolicy, pin_runners_to_cores, rank_pool
+from zharness.run.runner import WithheldPolicy, pin_runners_to_cores
 from zharness.run.stale_failures import describe_stale_failures
 from zharness.run.unmatched_failures import describe_unmatched_failures
 from zharness.world import Isolation

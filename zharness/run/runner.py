@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -23,7 +23,6 @@ from zharness.laws import get_law
 from zharness.run import observe_and_judge
 from zharness.run.cell_planner import PlannedCell
 from zharness.run.claims import get_claims, get_engine_version, make_usage_error
-from zharness.run.configuration import is_config_file
 from zharness.run.expected_failures import ExpectedFailure
 from zharness.run.locate import can_locate_divergence, locate_divergence, record_baseline_trace
 from zharness.run.matching_failures import (
@@ -33,6 +32,7 @@ from zharness.run.matching_failures import (
     find_pool_failure,
     has_to_lose_ranks,
 )
+from zharness.run.rank_pool import RankPool, factory_path, name_pool, rank_pool
 from zharness.run.record import Record, Verdict
 from zharness.run.verdicts import (
     apply_expected_failure,
@@ -45,7 +45,7 @@ from zharness.run.verdicts import (
     note_pool_difference,
 )
 from zharness.workload import model_spec
-from zharness.workload.user_model import is_user_model, parse_user_model_name
+from zharness.workload.user_model import is_user_model
 from zharness.world import Group, GroupOutcome, Isolation, RankEnd, RankServer, RankTask
 from zharness.world.cores import assign_cores
 from zharness.world.server import RankEnvironment
@@ -98,7 +98,7 @@ class Runner:
         self._judge_server = RankServer()
         self._free_evidence_dirs: list[Path] = []  # of cells that passed; later cells overwrite their files
         self._claims: dict[tuple[str, int], Capabilities] = {}
-        self._pools: set[RankPool] = set()
+        self._pools: dict[RankPool, set[str]] = {}  # the names of the rank pools that the cells of a pool have used
 
     def claims(self, engine: str, stage: int) -> Capabilities:
         """Return the capabilities that an engine claims at a stage. Raises UsageError if the engine cannot be built."""
@@ -150,9 +150,8 @@ class Runner:
             self.timeout,
             group=Group.REUSED,
             isolation=self.isolation,
-            pool=rank_pool(cell).name,
+            pool=self._open_pool(cell, self.isolation),
         )
-        self._pools.add(rank_pool(cell))
         outcome = self._servers[cell.engine].submit(task)
         cause = outcome.cause
         if cause is not None and cause.end is RankEnd.RAISED:
@@ -165,11 +164,11 @@ class Runner:
         """Run one cell and return its record, with expected failures and documented remedies applied."""
         began = time.monotonic()
         blank = self._blank_record(planned.cell)
-        isolation = Isolation.FRESH if self._needs_fresh_ranks(blank) else self.isolation
+        isolation = self._choose_isolation(blank)
         if planned.unsupported_reason:
             return replace(self._record_refused(planned, blank, isolation), seconds=time.monotonic() - began)
         record = self._run_expecting_failure(planned.cell, blank, isolation)
-        if isolation is Isolation.POOLED and not record.is_expected:
+        if isolation is not Isolation.FRESH and not record.is_expected:
             # An earlier cell of the pool may have left something in the process: report what fresh ranks do.
             fresh = self._run_expecting_failure(planned.cell, blank, Isolation.FRESH)
             explanation = find_pool_failure(
@@ -179,10 +178,18 @@ class Runner:
             record = note_pool_difference(record, fresh, explanation)
         return replace(record, seconds=time.monotonic() - began)
 
-    def _needs_fresh_ranks(self, blank: Record) -> bool:
-        """Return whether a cell runs on ranks of its own: its law says so, or it would end those of its pool."""
+    def _choose_isolation(self, blank: Record) -> Isolation:
+        """Return the ranks on which a cell runs: those of the run, or others if it would end or change these."""
+        if get_law(blank.cell.law).needs_fresh_ranks or self.isolation is Isolation.FRESH:
+            return Isolation.FRESH
         loses_ranks = has_to_lose_ranks(blank.cell, blank.engine_version, self.user_expected_failures)
-        return loses_ranks or get_law(blank.cell.law).needs_fresh_ranks
+        return Isolation.POOLED_IF_ALIKE if loses_ranks else self.isolation
+
+    def _open_pool(self, cell: Cell, isolation: Isolation) -> str:
+        """Return the name of the pool on whose ranks a cell runs, and remember to close that pool."""
+        name = name_pool(cell, isolation)
+        self._pools.setdefault(rank_pool(cell), set()).add(name)
+        return name
 
     def _run_expecting_failure(self, cell: Cell, blank_record: Record, isolation: Isolation) -> Record:
         """Run a cell, and apply the expected failure that covers the cell, and its documented remedy."""
@@ -258,9 +265,8 @@ class Runner:
             self.timeout,
             group=Group.REUSED,
             isolation=isolation,
-            pool=rank_pool(cell).name,
+            pool=self._open_pool(cell, isolation),
         )
-        self._pools.add(rank_pool(cell))
         outcome = self._servers[cell.engine].submit(observe_task)
         if outcome.cause is not None:
             return self._conclude_rank_failure(outcome, blank_record, claims, isolation)
@@ -297,7 +303,7 @@ class Runner:
             (cell, self.seed, *arguments),
             timeout=JUDGE_TIMEOUT,
             group=Group.NONE,
-            isolation=isolation,
+            isolation=Isolation.POOLED if isolation is Isolation.POOLED_IF_ALIKE else isolation,
             pool=factory_path(cell.model),
         )
 
@@ -328,8 +334,8 @@ class Runner:
         An idle rank still wakes up 100 times a second in each of its process groups, which the running ranks feel.
         """
         for pool in [pool for pool in self._pools if pool not in needed]:
-            self._servers[pool.engine].close_pool(pool.name, pool.world_size)
-            self._pools.remove(pool)
+            for name in self._pools.pop(pool):
+                self._servers[pool.engine].close_pool(name, pool.world_size)
 
     def close_judge(self, model: str) -> None:
         """End the pooled judge of a user's model, which keeps the model in memory."""
@@ -367,34 +373,3 @@ def pin_runners_to_cores(runners: Sequence[Runner], cells: Sequence[PlannedCell]
     if not is_gpu_requested() and not any(is_user_model(cell.cell.model) for cell in cells):
         for lane, runner in enumerate(runners):
             runner.pin_to_cores(assign_cores(lane, busy_runners))
-
-
-class RankPool(NamedTuple):
-    """A pool of ranks, on which the cells of one engine, stage, world, configuration file and factory run."""
-
-    engine: str
-    world_size: int
-    name: str
-
-
-def rank_pool(cell: Cell) -> RankPool:
-    """Return the pool whose ranks run ``cell``, unless the cell runs on fresh ranks."""
-    name = f"stage {cell.stage} {cell.mesh.label} {pool_variant(cell.engine_variant)} {factory_path(cell.model)}"
-    return RankPool(cell.engine, cell.world_size, name)
-
-
-def pool_variant(engine_variant: str) -> str:
-    """Return the part of a pool's name for an engine variant: the path of a configuration file, or ''.
-
-    Cells with named options share ranks with cells without options, because a covering array has hundreds of settings.
-    A cell that fails on pooled ranks runs again on fresh ranks.
-    """
-    return engine_variant if is_config_file(engine_variant) else ""
-
-
-def factory_path(model: str) -> str:
-    """Return the path of a user model's factory, or an empty string for a model of the workload.
-
-    Cells of different factories must not share a process: importing a factory may change global state.
-    """
-    return parse_user_model_name(model)[0] if is_user_model(model) else ""

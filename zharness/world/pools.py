@@ -56,7 +56,8 @@ class RankPools:
     def _run_pooled(self, task: RankTask, client: Connection | None) -> GroupOutcome:
         """Run a task on the team of its pool, or on a new team if the pool has none; return the outcome.
 
-        The team is kept for further tasks only if the function returned on every rank.
+        The team is kept for further tasks only if the function returned on every rank, or, if the task says so, raised
+        the same error on every rank.
         """
         key = (task.pool, task.world_size)
         team = self._teams.pop(key, None)
@@ -70,13 +71,13 @@ class RankPools:
             team = self._fork_team(task)
         else:
             team.send_task(task)
-        all_returned = False
+        is_kept = False
         try:
             outcome = TaskWatcher(team, task, client).wait_for_outcome()
-            all_returned = all(rank.end is RankEnd.RETURNED for rank in outcome.ranks)
+            is_kept = ended_alike(outcome, task.isolation)
             return replace(outcome, previous_outcome=previous_outcome)
         finally:
-            if all_returned:
+            if is_kept:
                 self._teams[key] = team
             else:
                 self._close_team(team)
@@ -122,6 +123,19 @@ class RankPools:
         while self._teams:
             _, team = self._teams.popitem()
             team.close()
+
+
+def ended_alike(outcome: GroupOutcome, isolation: Isolation) -> bool:
+    """Return whether a task ended such that its ranks can run another one: they have called the same collectives.
+
+    Ranks that raised the same error in the same place have, too, but what the task built may have changed their
+    processes.
+    """
+    if all(rank.end is RankEnd.RETURNED for rank in outcome.ranks):
+        return True
+    errors = {(rank.exception, rank.raising_frame) for rank in outcome.ranks}
+    have_raised = all(rank.end is RankEnd.RAISED for rank in outcome.ranks)
+    return isolation is Isolation.POOLED_IF_ALIKE and have_raised and len(errors) == 1
 
 
 def freeze_garbage_collector() -> None:

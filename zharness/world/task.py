@@ -21,6 +21,7 @@ class Isolation(Enum):
 
     FRESH = "fresh"
     POOLED = "pooled"
+    POOLED_IF_ALIKE = "pooled, also after the same error on all ranks"  # for tasks that are expected to raise
     EXISTING_POOL = "living"  # pooled, but fork no ranks if the pool has none: used to tear down fixtures
 
 

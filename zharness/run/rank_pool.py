@@ -1,0 +1,52 @@
+"""Name the pools of ranks on which cells run."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from zharness.cell import Cell
+from zharness.run.configuration import is_config_file
+from zharness.workload.user_model import is_user_model, parse_user_model_name
+from zharness.world import Isolation
+
+
+class RankPool(NamedTuple):
+    """A pool of ranks, on which the cells of one engine, stage, world, configuration file and factory run."""
+
+    engine: str
+    world_size: int
+    name: str
+
+
+def rank_pool(cell: Cell) -> RankPool:
+    """Return the pool whose ranks run ``cell``, unless the cell runs on fresh ranks."""
+    name = f"stage {cell.stage} {cell.mesh.label} {pool_variant(cell.engine_variant)} {factory_path(cell.model)}"
+    return RankPool(cell.engine, cell.world_size, name)
+
+
+def pool_variant(engine_variant: str) -> str:
+    """Return the part of a pool's name for an engine variant: the path of a configuration file, or ''.
+
+    Cells with named options share ranks with cells without options, because a covering array has hundreds of settings.
+    A cell that fails on pooled ranks runs again on fresh ranks.
+    """
+    return engine_variant if is_config_file(engine_variant) else ""
+
+
+def factory_path(model: str) -> str:
+    """Return the path of a user model's factory, or an empty string for a model of the workload.
+
+    Cells of different factories must not share a process: importing a factory may change global state.
+    """
+    return parse_user_model_name(model)[0] if is_user_model(model) else ""
+
+
+def name_pool(cell: Cell, isolation: Isolation) -> str:
+    """Return the name that a rank server knows a cell's pool by.
+
+    Cells that are expected to raise have a pool of their own, as an error may leave something in the process that
+    changes the outcome of a cell that passes. Another such cell, if it does not fail as expected, runs again on fresh
+    ranks.
+    """
+    name = rank_pool(cell).name
+    return f"{name} after errors" if isolation is Isolation.POOLED_IF_ALIKE else name
