@@ -17,6 +17,7 @@ from zharness.mutants import MUTANTS, Mutant, Origin, Target
 from zharness.run import PlannedCell, Verdict
 from zharness.run.cell_planner import unsupported_reason
 from zharness.run.mesh_claims import applies_to_model
+from zharness.world import Isolation
 
 SERIES = list(Origin)
 BY_AGE = sorted(MUTANTS.values(), key=lambda mutant: SERIES.index(mutant.origin))
@@ -61,7 +62,9 @@ def describe_parameter(value: Mutant | Target) -> str:
 
 @pytest.fixture(scope="module")
 def runner() -> Iterator[MutantRunner]:
-    with MutantRunner() as started:  # 60 s for a cell: four ranks that save and load on two busy cores took 20
+    with MutantRunner(
+        isolation=Isolation.FRESH
+    ) as started:  # 60 s for a cell: four ranks that save and load on two busy cores took 20
         yield started
 
 

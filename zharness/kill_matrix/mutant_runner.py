@@ -16,8 +16,8 @@ class MutantRunner(Runner):
     again.
     """
 
-    def __init__(self, timeout: float = 60.0, seed: int = 0) -> None:
-        super().__init__({}, timeout, seed, Isolation.POOLED)
+    def __init__(self, timeout: float = 60.0, seed: int = 0, isolation: Isolation = Isolation.POOLED) -> None:
+        super().__init__({}, timeout, seed, isolation)
         self._shared_server = RankServer()
         self._servers = {mutant.engine: self._shared_server for mutant in MUTANTS.values()}
 
