@@ -44,7 +44,7 @@ A file imports files of a lower floor, or of its own package (``suites/meta/test
    ``run.engine_sources``).
 3. The ranks. ``releases/rank_environment.py`` combines the release, which ``releases/prepared_release.py`` finds or
    installs, with the imports that ``engines/warm_up.py`` names; a rank server starts with both. ``run/runner.py`` runs
-   one cell at a time: ``world/server.py`` and ``world/pools.py`` fork a team (``world/team.py``) of ranks
+   one cell at a time, on ranks of the pool that ``run/rank_pool.py`` names: ``world/server.py`` and ``world/pools.py`` fork a team (``world/team.py``) of ranks
    (``world/rank.py``, ``world/process_group.py``) on the CPU or on GPUs (``device/__init__.py``,
    ``device/gpu_memory.py``) within the machine's limits (``world/limits.py``, ``world/orphans.py``,
    ``world/cores.py``).
