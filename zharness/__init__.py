@@ -44,10 +44,10 @@ A file imports files of a lower floor, or of its own package (``suites/meta/test
    ``run.engine_sources``).
 3. The ranks. ``releases/rank_environment.py`` combines the release, which ``releases/prepared_release.py`` finds or
    installs, with the imports that ``engines/warm_up.py`` names; a rank server starts with both. ``run/runner.py`` runs
-   one cell at a time, on ranks of the pool that ``run/rank_pool.py`` names: ``world/server.py`` and ``world/pools.py`` fork a team (``world/team.py``) of ranks
-   (``world/rank.py``, ``world/process_group.py``) on the CPU or on GPUs (``device/__init__.py``,
-   ``device/gpu_memory.py``) within the machine's limits (``world/limits.py``, ``world/orphans.py``,
-   ``world/cores.py``).
+   one cell at a time, on ranks of the pool that ``run/rank_pool.py`` names: ``world/server.py`` and ``world/pools.py``
+   fork a team (``world/team.py``) of ranks (``world/rank.py``, ``world/process_group.py``) on the CPU or on GPUs
+   (``device/__init__.py``, ``device/gpu_memory.py``) within the machine's limits (``world/limits.py``,
+   ``world/orphans.py``, ``world/cores.py``).
 4. Observe, on every rank. ``run/observe_and_judge.py`` sets how a GPU multiplies (``device/float32_products.py``,
    ``law_kit/dtypes.py``) and names operators without a deterministic algorithm (``device/determinism.py``). It builds
    the ``law_kit/rank_context.py`` of the law, here

@@ -18,19 +18,24 @@ from zharness.parity import Comparison, Tier
 
 
 class PackingModel(nn.Module):
-    """A model that returns the output of the module ``inner`` in a container, and keeps the type of the container."""
+    """A model that returns the output of the module ``inner`` in a container, and notes the type of the container.
 
-    def __init__(self, inner: nn.Module, pack: Callable[[Tensor, Tensor], Any]) -> None:
+    Engines may train a deep copy of the model, whose ``note_type`` is the caller's, as functions are not copied.
+    """
+
+    def __init__(
+        self, inner: nn.Module, pack: Callable[[Tensor, Tensor], Any], note_type: Callable[[type], None]
+    ) -> None:
         super().__init__()
         self.inner = inner
         self.pack = pack
-        self.made: type = type(None)
+        self.note_type = note_type
 
     def forward(self, x: Tensor) -> Any:
         """Return what ``pack`` makes from the output and from the sum of its columns."""
         output = self.inner(x)
         packed = self.pack(output, output.sum(dim=1))
-        self.made = type(packed)
+        self.note_type(type(packed))
         return packed
 
 
@@ -40,12 +45,15 @@ def observe_output_containers(ctx: RankContext) -> None:
     Raises EngineContractError if the engine returns a container of another type than the model.
     """
     pack, unpack = OUTPUT_CONTAINERS[ctx.variant]
-    model, batch = PackingModel(ctx.spec.model(ctx.seed), pack), ctx.batch(0)
+    made: list[type] = []
+    # A list's own method would be copied with the list.
+    model = PackingModel(ctx.spec.model(ctx.seed), pack, lambda container: made.append(container))
+    batch = ctx.batch(0)
     engine = ctx.build_engine_around(model, optimizer=ZERO_LR_SGD, **plan_inner_modules(ctx))
     packed = engine(batch.inputs)
-    if type(packed) is not model.made:
+    if type(packed) is not made[-1]:
         raise EngineContractError(
-            f"the model returned a {model.made.__name__}, and the engine's forward a {type(packed).__name__}"
+            f"the model returned a {made[-1].__name__}, and the engine's forward a {type(packed).__name__}"
         )
     loss = ctx.spec.loss(unpack(packed), batch.target)
     ctx.record("loss", {"loss": loss})
