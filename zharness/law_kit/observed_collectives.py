@@ -17,8 +17,9 @@ from zharness.law_kit.rank_context import RankContext
 from zharness.mesh import find_chunk
 from zharness.torch_private import resolve_process_group
 
-REDUCE, GATHER, SEND = "reduce", "gather", "send"
-GRADIENTS, WEIGHTS, ACTIVATIONS = "gradients", "weights", "activations"
+REDUCE, GATHER, BROADCAST, SEND = "reduce", "gather", "broadcast", "send"
+GRADIENTS, WEIGHTS, BROADCASTS, ACTIVATIONS = "gradients", "weights", "broadcasts", "activations"
+CONTENTS: Mapping[str, str] = {REDUCE: GRADIENTS, GATHER: WEIGHTS, BROADCAST: BROADCASTS, SEND: ACTIVATIONS}
 # Operators by name: what they do, and which argument holds the tensors that a rank sends.
 OPERATORS: Mapping[str, tuple[str, int]] = {
     "c10d::allreduce_": (REDUCE, 0),
@@ -33,7 +34,7 @@ OPERATORS: Mapping[str, tuple[str, int]] = {
     "c10d::_allgather_base_": (GATHER, 1),
     "c10d::allgather_coalesced_": (GATHER, 1),
     "c10d::allgather_into_tensor_coalesced_": (GATHER, 1),
-    "c10d::broadcast_": (GATHER, 0),
+    "c10d::broadcast_": (BROADCAST, 0),
     "c10d::gather_": (GATHER, 1),
     "c10d::scatter_": (GATHER, 1),
     "c10d::send": (SEND, 0),
@@ -48,8 +49,8 @@ OPERATORS: Mapping[str, tuple[str, int]] = {
     "_c10d_functional::all_gather_into_tensor_out": (GATHER, 0),
     "_c10d_functional::all_gather_into_tensor_coalesced": (GATHER, 0),
     "_c10d_functional::all_to_all_single": (GATHER, 0),
-    "_c10d_functional::broadcast": (GATHER, 0),
-    "_c10d_functional::broadcast_": (GATHER, 0),
+    "_c10d_functional::broadcast": (BROADCAST, 0),
+    "_c10d_functional::broadcast_": (BROADCAST, 0),
     "_c10d_functional::isend": (SEND, 0),
     "_dtensor::shard_dim_alltoall": (GATHER, 0),
 }
@@ -100,8 +101,8 @@ class CollectiveObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
 
     A tensor of one element is a flag, a loss or a norm, and is not counted.
     Tensors for which ``is_activation`` is true, and all that are sent to one rank, are activations, and others
-    gradients if they are reduced, or weights if they are gathered. Autograd runs a backward on a CPU in the thread that
-    calls it, so that this mode sees it too, and what DDP's hooks in it reduce.
+    gradients if they are reduced, or weights if they are gathered; what is broadcast is neither. Autograd runs a
+    backward on a CPU in the thread that calls it, so that this mode sees it too, and what DDP's hooks in it reduce.
     """
 
     def __init__(self, ctx: RankContext, is_activation: Callable[[Tensor], bool]) -> None:
@@ -131,8 +132,7 @@ class CollectiveObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
         receiver = find_coordinates(self._ctx, ranks[1], axes) if axes and action == SEND else ""
         for tensor in flatten(args[position]) if axes else ():
             if tensor.is_floating_point() and tensor.numel() > 1:
-                is_activation = action == SEND or self._is_activation(tensor)
-                content = ACTIVATIONS if is_activation else GRADIENTS if action == REDUCE else WEIGHTS
+                content = ACTIVATIONS if self._is_activation(tensor) else CONTENTS[action]
                 sent = Sent(content, name, axes, str(tensor.dtype).removeprefix("torch."), receiver)
                 self.elements[sent] += tensor.numel()
 

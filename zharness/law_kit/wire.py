@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from zharness.law_kit.dtypes import DTYPES
 from zharness.law_kit.hints import add_hint
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.observed_collectives import ACTIVATIONS, GRADIENTS, WEIGHTS, CollectiveObserver, Sent
+from zharness.law_kit.observed_collectives import GRADIENTS, CollectiveObserver, Sent
 from zharness.law_kit.rank_context import RankContext, scalar
 from zharness.mesh import CONTEXT
 from zharness.parity import Comparison, Part, compare_bitwise, compare_within_range
@@ -53,9 +53,9 @@ def record_sent(ctx: RankContext, observer: CollectiveObserver, step: int) -> No
 
 def judge_dtypes(ctx: JudgeContext, rank: int, sent: Mapping[Sent, Tensor], step: int) -> Iterator[Comparison]:
     """Check that no element was sent in another dtype than the policy's."""
-    policy = {GRADIENTS: find_sent_dtype(ctx), WEIGHTS: ctx.dtype, ACTIVATIONS: ctx.dtype}
     for message, elements in sent.items():
-        right = str(policy[message.content]).removeprefix("torch.")
+        dtype = find_sent_dtype(ctx) if message.content == GRADIENTS else ctx.dtype
+        right = str(dtype).removeprefix("torch.")
         place = ctx.location(f"{message.content} along {message.axes}", Part.REDUCTION, step, rank)
         expected = elements if message.dtype == right else scalar(0)
         yield add_hint(

@@ -106,13 +106,21 @@ def build_other_model(ctx: RankContext) -> nn.Module:
     return ctx.spec.model(ctx.seed + 1)
 
 
+def explain_nothing(_ctx: JudgeContext, _mismatch: Mismatch, _label: str) -> str:
+    """Return no hint."""
+    return ""
+
+
+ExplainGradient = Callable[[JudgeContext, Mismatch, str], str]  # the last is the label of the engine that loaded
+
+
 @dataclass(frozen=True)
 class MeshTraining:
     """How the engines of a law train that saves on one mesh and loads on others.
 
     ``run_batch`` runs forward and backward of the first data coordinate's micro-batch with a number, and records loss
     and gradients under a label; ``micro_batches`` times, if a pipeline needs several. ``schedule`` is that of a
-    pipeline on the cell's mesh, or '' for the default.
+    pipeline on the cell's mesh, or '' for the default. ``explain_grad`` returns a hint to a wrong gradient.
     """
 
     optimizer: OptimizerSpec
@@ -120,6 +128,7 @@ class MeshTraining:
     run_batch: Callable[[RankContext, Engine, int, str], None]
     schedule: str = ""
     micro_batches: int = 1
+    explain_grad: ExplainGradient = explain_nothing
 
 
 def observe_meshes(ctx: RankContext, training: MeshTraining) -> None:
@@ -206,7 +215,9 @@ def judge_loaded(ctx: JudgeContext, saved: str, loaded: str, training: MeshTrain
     exact = certify_exactness(ctx.baseline, steps, ctx.dtype, repeats=repeats, params=weights)
     grads, micros = ctx.rank_records(f"grads-{loaded}", SAVED)[0], [local] * training.micro_batches
     for comparison in ctx.compare_reduced_grads(f"grads-{loaded}", micros, SAVED, exact):
-        yield hint_factor(comparison, grads, local[0].grads)
+        mismatch = comparison.mismatch
+        hint = "" if mismatch is None else training.explain_grad(ctx, mismatch, loaded)
+        yield add_hint(comparison, hint) if hint else hint_factor(comparison, grads, local[0].grads)
     before = RecordedStep(SAVED, f"params-{loaded}", f"state-{loaded}")
     yield from judge_next_step(ctx, training.optimizer, grads, before)
     yield from compare_ranks_after_step(ctx, replace(before, step=SAVED + 1))

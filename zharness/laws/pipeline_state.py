@@ -17,6 +17,7 @@ from zharness.law_kit.integer_steps import BIAS_SIGNS
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Variant
 from zharness.law_kit.rank_context import RankContext
+from zharness.law_kit.tied_uses import compute_use_means
 from zharness.laws.mesh_state import (
     FROM_OTHERS,
     SAVED,
@@ -29,9 +30,15 @@ from zharness.laws.mesh_state import (
     load_full_state_dict,
     observe_meshes,
 )
-from zharness.laws.pipeline import MICRO_BATCHES, pipeline_law, train_micro_batches
+from zharness.laws.pipeline import (
+    DIVIDED_BY_TWO_STAGES_HINT,
+    MICRO_BATCHES,
+    is_divided_by_two_stages,
+    pipeline_law,
+    train_micro_batches,
+)
 from zharness.mesh import Mesh
-from zharness.parity import Comparison
+from zharness.parity import Comparison, Mismatch
 
 MESHES = tuple(map(Mesh.parse, ("pp1", "pp2", "pp4", "tp2,pp2")))  # on pp1 all modules are one stage
 WAYS = (TO_OTHERS, FROM_OTHERS)
@@ -57,7 +64,15 @@ def choose_training(variant: str) -> MeshTraining:
     schedule = variant.removeprefix(TO_OTHERS).removeprefix(FROM_OTHERS).removeprefix("_")
     micro_batches = MICRO_BATCHES if schedule else 1
     run_batch = partial(run_shared_batch, micro_batches=micro_batches)
-    return MeshTraining(BIAS_SIGNS, MESHES, run_batch, schedule, micro_batches)
+    return MeshTraining(BIAS_SIGNS, MESHES, run_batch, schedule, micro_batches, explain_tied_grad)
+
+
+def explain_tied_grad(ctx: JudgeContext, mismatch: Mismatch, label: str) -> str:
+    """Return the hint that two stages of a rank divided the gradient of their tied weight, if they did."""
+    weights = ctx.rank_records(f"params-{label}", SAVED)[0]
+    uses = compute_use_means(ctx.baseline, mismatch.parameter, [SAVED] * MICRO_BATCHES, weights, data_ranks=[0])
+    grad = ctx.rank_records(f"grads-{label}", SAVED)[mismatch.seen_on][mismatch.parameter]
+    return DIVIDED_BY_TWO_STAGES_HINT if is_divided_by_two_stages(grad, uses) else ""
 
 
 def observe_other_mesh(ctx: RankContext) -> None:

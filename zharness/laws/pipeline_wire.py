@@ -16,6 +16,7 @@ from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Variant
 from zharness.law_kit.observed_collectives import (
     ACTIVATIONS,
+    BROADCASTS,
     GRADIENTS,
     WEIGHTS,
     AxisSizes,
@@ -78,10 +79,11 @@ def judge_wire(ctx: JudgeContext) -> Iterator[Comparison]:
 
     Where a module and the next one of the plan are on two ranks, the outputs of each micro-batch are sent once, and
     their gradients come back once, both in the dtype of the cell. The gradients of a stage are reduced once over the
-    data, in the reduce dtype. Its weights are sent along the data only if ``layout()`` says that no rank has all of
+    data, in the reduce dtype. Its weights are gathered along the data only if ``layout()`` says that no rank has all of
     them, once or more, and at most twice for each micro-batch. Along tp the layers of a stage send activations, once in
-    each direction for each micro-batch. The last stage may send all others the losses. Nothing else is sent, and
-    nothing along two axes at once.
+    each direction for each micro-batch. The last stage may send all others the losses. Nothing else is sent: nothing
+    along two axes at once, and no broadcast of weights, which DDP makes when it is built. The models have no buffers,
+    which DDP broadcasts in a forward.
     """
     modules = measure_modules(ctx)
     for rank, record in enumerate(ctx.rank_records("sent", OBSERVED)):
@@ -98,7 +100,8 @@ def is_losses(message: Sent, elements: Tensor) -> bool:
 
     They may have another dtype than the cell. DeepSpeed sends the loss of a replica and the mean of all replicas.
     """
-    return (message.content, message.axes) == (WEIGHTS, PIPELINE) and int(elements) <= MICRO_BATCHES
+    is_copied = message.content in (WEIGHTS, BROADCASTS)
+    return is_copied and message.axes == PIPELINE and int(elements) <= MICRO_BATCHES
 
 
 @dataclass(frozen=True)

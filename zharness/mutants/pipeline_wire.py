@@ -226,10 +226,9 @@ class SendsAlongAxes(OverPipeline):
         """Send the message, and do not use it."""
         raise NotImplementedError
 
-    def stage_shapes(self) -> list[torch.Size]:
-        """Return the shapes of what this rank has of the parameters of its stages."""
-        params = seams_engines.stage_params(self.right).values()
-        return [getattr(param, "to_local", lambda param=param: param)().shape for param in params]
+    def stage_sizes(self) -> list[int]:
+        """Return the number of elements of each parameter of this rank's stages."""
+        return [param.numel() for param in seams_engines.stage_params(self.right).values()]
 
 
 @mutant(
@@ -243,8 +242,8 @@ class ReducesGradientsOverDataAndTensorRanks(SendsAlongAxes):
     axes: ClassVar[tuple[str, ...]] = (DATA_SHARD, TENSOR)
 
     def send(self, micro_batches: MicroBatches) -> None:
-        for shape in self.stage_shapes():
-            dist.all_reduce(torch.zeros(shape), group=self.group)
+        for elements in self.stage_sizes():
+            dist.all_reduce(torch.zeros(elements), group=self.group)
 
 
 @mutant(FaultKind.RESOURCES, on_replicas_wire("elements of gradients along pp,dp_shard"), origin=Origin.MESH)
@@ -268,14 +267,19 @@ class GathersABiasOnAllStages(SendsAlongAxes):
         dist.all_gather([torch.empty_like(bias) for _ in self.ranks], bias, group=self.group)
 
 
-@mutant(FaultKind.RESOURCES, on_replicas_wire("elements of weights along dp_shard"), origin=Origin.MESH)
+@mutant(
+    FaultKind.RESOURCES,
+    on_replicas_wire("elements of broadcasts along dp_shard"),
+    replace(on_replicas_wire("elements of broadcasts along dp_shard"), setting="fully_shard"),
+    origin=Origin.MESH,
+)
 class BroadcastsAWeightToItsReplicas(SendsAlongAxes):
     """After each batch a stage broadcasts one weight to its replicas, which have it already."""
 
     axes: ClassVar[tuple[str, ...]] = (DATA_SHARD,)
 
     def send(self, micro_batches: MicroBatches) -> None:
-        dist.broadcast(torch.zeros(self.stage_shapes()[0]), src=self.ranks[0], group=self.group)
+        dist.broadcast(torch.zeros(self.stage_sizes()[0]), src=self.ranks[0], group=self.group)
 
 
 @mutant(FaultKind.RESOURCES, on_tensor_ranks("elements of activations along tp"), origin=Origin.MESH)
@@ -295,8 +299,8 @@ class ReducesSplitGradientsOverTensorRanks(SendsAlongAxes):
     axes: ClassVar[tuple[str, ...]] = (TENSOR,)
 
     def send(self, micro_batches: MicroBatches) -> None:
-        for shape in self.stage_shapes():
-            dist.all_reduce(torch.zeros(shape), group=self.group)
+        for elements in self.stage_sizes():
+            dist.all_reduce(torch.zeros(elements), group=self.group)
 
 
 @mutant(FaultKind.RESOURCES, on_tensor_ranks("elements of activations to pp,tp 1,1"), origin=Origin.MESH)
