@@ -39,6 +39,7 @@ from zharness.laws.pipeline import (
 )
 from zharness.mesh import Mesh
 from zharness.parity import Comparison, Mismatch
+from zharness.parity.compare import check_names
 
 MESHES = tuple(map(Mesh.parse, ("pp1", "pp2", "pp4", "tp2,pp2")))  # on pp1 all modules are one stage
 WAYS = (TO_OTHERS, FROM_OTHERS)
@@ -53,7 +54,9 @@ def run_shared_batch(ctx: RankContext, engine: Engine, step: int, label: str, mi
     batch = ctx.spec.micro_batch(ctx.seed, 0, step).to(DTYPES[ctx.config.dtype], ctx.device)
     loss, *_ = train_micro_batches(engine, [batch] * micro_batches, ctx.spec.loss).values()
     ctx.record(f"loss-{label}", {"loss": loss}, step)
-    ctx.record(f"grads-{label}", engine.full_grads(), step)
+    grads = engine.full_grads()
+    check_names("full_grads", engine.full_params(), grads)  # without a gradient there is no state to save
+    ctx.record(f"grads-{label}", grads, step)
 
 
 def choose_training(variant: str) -> MeshTraining:

@@ -108,7 +108,8 @@ def is_losses(message: Sent, elements: Tensor) -> bool:
 class MeasuredModule:
     """A module of the plan: the coordinate on pp of its parameters, and the elements of these and of what it sends.
 
-    These are its ``outputs`` for one micro-batch, and ``split``, which a rank of tp sends along it in both directions.
+    A rank of tp has ``parameters`` of it. The module sends its ``outputs`` for one micro-batch, and along tp ``split``
+    elements in both directions.
     """
 
     name: str
@@ -202,10 +203,11 @@ def measure_module(
     ctx: JudgeContext, model: nn.Module, name: str, outputs: int, split: Mapping[str, int]
 ) -> MeasuredModule:
     """Return the module ``name``, all of whose parameters are on one coordinate of pp."""
-    sizes = {f"{name}.{each}": param.numel() for each, param in model.get_submodule(name).named_parameters()}
-    (stage,) = set.intersection(*(find_stages(ctx, each, elements) for each, elements in sizes.items()))
+    shapes = {f"{name}.{each}": param.shape for each, param in model.get_submodule(name).named_parameters()}
+    (stage,) = set.intersection(*(find_stages(ctx, each, shape.numel()) for each, shape in shapes.items()))
+    own = measure_parameters(shapes, ctx.baseline.spec.tp_plan, ctx.mesh.size(TENSOR), shards=1).local
     along_tensor = sum(elements for layer, elements in split.items() if f"{layer}.".startswith(f"{name}."))
-    return MeasuredModule(name, stage, sum(sizes.values()), outputs, along_tensor)
+    return MeasuredModule(name, stage, own, outputs, along_tensor)
 
 
 _LAW = pipeline_law(
