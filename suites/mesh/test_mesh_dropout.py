@@ -8,7 +8,7 @@ import pytest
 
 from zharness.cell import Cell
 from zharness.errors import HarnessFault
-from zharness.law_kit.observed_collectives import find_operator, measure_activations
+from zharness.law_kit.observed_collectives import find_operator
 from zharness.run import PlannedCell, Runner, Verdict
 
 DRAWS_FOR_EACH_PART = "zharness.mutants.mesh_dropout:DrawsForEachPart"
@@ -45,12 +45,3 @@ def test_a_collective_that_the_observer_does_not_know_is_an_error() -> None:
     assert find_operator("c10d::barrier") is None
     with pytest.raises(HarnessFault, match="does not know the operator c10d::new_collective"):
         find_operator("c10d::new_collective")
-
-
-def test_activations_are_counted_once_for_each_layer_and_direction() -> None:
-    shapes = {"up.weight": (6, 4), "down.weight": (4, 6)}
-    tensor_parallel = measure_activations(shapes, {"up": "colwise", "down": "rowwise"}, 2, rows=8)
-    assert tensor_parallel == {"up": 32, "down": 32}
-    plan = {"up": "sequence_to_colwise", "down": "rowwise_to_sequence"}
-    assert measure_activations(shapes, plan, 2, rows=8) == {"up": 48, "down": 48}
-    assert not measure_activations(shapes, plan, 1, rows=8)

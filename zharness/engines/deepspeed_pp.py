@@ -205,8 +205,12 @@ class StageTensorReader(DeepSpeedTensorReader):
         return self._merge({name: state for name, state in super().optimizer_state().items() if state})
 
     def layout(self) -> dict[str, tuple[Piece, ...]]:
-        """Return which pieces of each parameter each rank owns: those of its stage, which stage 1 of ZeRO shards."""
-        return gather_pieces(own_pieces(self.params, self.stage), self.names)
+        """Return which pieces of each parameter each rank owns: those of its stage, which stage 1 of ZeRO shards.
+
+        In bf16 the optimizer of a pipeline has fp32 weights in shards at stage 0, too.
+        """
+        are_sharded = self.stage > 0 or self._is_bf16_optimizer
+        return gather_pieces(own_pieces(self.params, are_sharded=are_sharded), self.names)
 
     def _merge(self, own: Mapping[str, Any]) -> dict[str, Any]:
         """Return the entries of all stages in the order of the model's parameters."""

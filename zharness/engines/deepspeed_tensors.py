@@ -163,7 +163,7 @@ class DeepSpeedTensorReader:
 
     @property
     def _is_bf16_optimizer(self) -> bool:
-        """Whether DeepSpeed built its BF16_Optimizer, which it does at stage 1 for bf16 accumulated in fp32."""
+        """Whether DeepSpeed built its BF16_Optimizer: at stage 1 for bf16 accumulated in fp32, or for a pipeline."""
         return hasattr(self.engine.optimizer, "fp32_groups_has_gradients")
 
     def _is_used_on_any_rank(self, param: nn.Parameter) -> bool:
@@ -316,10 +316,12 @@ def local_piece(param: Any) -> Piece | None:
     return Piece(rank, fragment.start, fragment.start + fragment.numel) if fragment.numel else None
 
 
-def own_pieces(params: Mapping[str, nn.Parameter], stage: int) -> dict[str, Piece | None]:
-    """Return the piece that this rank owns of each of its own parameters: all of it, or its shard from stage 1 on."""
+def own_pieces(params: Mapping[str, nn.Parameter], *, are_sharded: bool) -> dict[str, Piece | None]:
+    """Return the piece that this rank owns of each of its own parameters: its shard, or all of it."""
     rank = dist.get_rank()
-    return {name: local_piece(param) if stage else Piece(rank, 0, param.numel()) for name, param in params.items()}
+    return {
+        name: local_piece(param) if are_sharded else Piece(rank, 0, param.numel()) for name, param in params.items()
+    }
 
 
 def gather_pieces(own: Mapping[str, Piece | None], names: Sequence[str]) -> dict[str, tuple[Piece, ...]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,9 @@ from zharness.law_kit.rank_context import RankContext
 from zharness.mesh import find_chunk
 from zharness.torch_private import resolve_process_group
 
-REDUCE, GATHER, SEND = "reduce", "gather", "send"
-GRADIENTS, WEIGHTS, ACTIVATIONS = "gradients", "weights", "activations"
+REDUCE, GATHER, BROADCAST, SEND = "reduce", "gather", "broadcast", "send"
+GRADIENTS, WEIGHTS, BROADCASTS, ACTIVATIONS = "gradients", "weights", "broadcasts", "activations"
+CONTENTS: Mapping[str, str] = {REDUCE: GRADIENTS, GATHER: WEIGHTS, BROADCAST: BROADCASTS, SEND: ACTIVATIONS}
 # Operators by name: what they do, and which argument holds the tensors that a rank sends.
 OPERATORS: Mapping[str, tuple[str, int]] = {
     "c10d::allreduce_": (REDUCE, 0),
@@ -33,7 +34,7 @@ OPERATORS: Mapping[str, tuple[str, int]] = {
     "c10d::_allgather_base_": (GATHER, 1),
     "c10d::allgather_coalesced_": (GATHER, 1),
     "c10d::allgather_into_tensor_coalesced_": (GATHER, 1),
-    "c10d::broadcast_": (GATHER, 0),
+    "c10d::broadcast_": (BROADCAST, 0),
     "c10d::gather_": (GATHER, 1),
     "c10d::scatter_": (GATHER, 1),
     "c10d::send": (SEND, 0),
@@ -48,8 +49,8 @@ OPERATORS: Mapping[str, tuple[str, int]] = {
     "_c10d_functional::all_gather_into_tensor_out": (GATHER, 0),
     "_c10d_functional::all_gather_into_tensor_coalesced": (GATHER, 0),
     "_c10d_functional::all_to_all_single": (GATHER, 0),
-    "_c10d_functional::broadcast": (GATHER, 0),
-    "_c10d_functional::broadcast_": (GATHER, 0),
+    "_c10d_functional::broadcast": (BROADCAST, 0),
+    "_c10d_functional::broadcast_": (BROADCAST, 0),
     "_c10d_functional::isend": (SEND, 0),
     "_dtensor::shard_dim_alltoall": (GATHER, 0),
 }
@@ -73,13 +74,13 @@ NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor
 
 @dataclass(frozen=True, order=True)
 class Sent:
-    """A kind of message: what is sent, by reducing, gathering or to one rank, along which axes, and in which dtype.
+    """A kind of message: what is sent, by which operator of torch, along which axes, and in which dtype.
 
     ``receiver`` has the coordinates on these axes of the one rank to which it is sent, or is empty.
     """
 
     content: str
-    action: str
+    operator: str
     axes: str
     dtype: str
     receiver: str = ""
@@ -87,7 +88,7 @@ class Sent:
     @property
     def name(self) -> str:
         """The name under which a rank records the number of its elements."""
-        return "/".join((self.content, self.action, self.axes, self.dtype, self.receiver))
+        return "/".join((self.content, self.operator, self.axes, self.dtype, self.receiver))
 
     @classmethod
     def parse(cls, name: str) -> Sent:
@@ -99,16 +100,16 @@ class CollectiveObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
     """Counts the elements of floating-point tensors that this rank sends inside the ``with`` block, by ``Sent``.
 
     A tensor of one element is a flag, a loss or a norm, and is not counted.
-    Tensors of ``activation_dims`` dimensions or more, and all that are sent to one rank, are activations, and others
-    gradients if they are reduced, or weights if they are gathered. Autograd runs a backward on a CPU in the thread that
-    calls it, so that this mode sees it too, and what DDP's hooks in it reduce.
+    Tensors for which ``is_activation`` is true, and all that are sent to one rank, are activations, and others
+    gradients if they are reduced, or weights if they are gathered; what is broadcast is neither. Autograd runs a
+    backward on a CPU in the thread that calls it, so that this mode sees it too, and what DDP's hooks in it reduce.
     """
 
-    def __init__(self, ctx: RankContext, activation_dims: int) -> None:
+    def __init__(self, ctx: RankContext, is_activation: Callable[[Tensor], bool]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.elements: Counter[Sent] = Counter()
         self._ctx = ctx
-        self._activation_dims = activation_dims
+        self._is_activation = is_activation
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         from torch.distributed.tensor import DTensor
@@ -131,9 +132,8 @@ class CollectiveObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
         receiver = find_coordinates(self._ctx, ranks[1], axes) if axes and action == SEND else ""
         for tensor in flatten(args[position]) if axes else ():
             if tensor.is_floating_point() and tensor.numel() > 1:
-                is_activation = action == SEND or tensor.dim() >= self._activation_dims
-                content = ACTIVATIONS if is_activation else GRADIENTS if action == REDUCE else WEIGHTS
-                sent = Sent(content, action, axes, str(tensor.dtype).removeprefix("torch."), receiver)
+                content = ACTIVATIONS if self._is_activation(tensor) else CONTENTS[action]
+                sent = Sent(content, name, axes, str(tensor.dtype).removeprefix("torch."), receiver)
                 self.elements[sent] += tensor.numel()
 
 
@@ -207,23 +207,3 @@ def measure_parameters(
         word = plan.get(name.rpartition(".")[0], "") if tensor_size > 1 else ""
         partial += numel if word == "sequence_parallel" else 0
     return AxisSizes(local, padding, partial)
-
-
-def measure_activations(
-    shapes: Mapping[str, Sequence[int]], plan: Mapping[str, str], tensor_size: int, rows: int
-) -> Mapping[str, float]:
-    """Return, by module of ``plan``, the elements of activations that a rank of tp sends in forward and backward.
-
-    ``rows`` is the number of samples times that of tokens. A column-wise layer adds up the gradients of its input, and
-    a row-wise layer its outputs. Under sequence parallelism the same tensors are gathered in the other direction.
-    """
-    sent = {}
-    for module, word in plan.items() if tensor_size > 1 else ():
-        shape = shapes[f"{module}.weight"]
-        inputs, outputs = rows * shape[-1], rows * shape[0]
-        if "colwise" in word:
-            gathered = inputs * word.startswith("sequence") + outputs * word.endswith("gather_output")
-            sent[module] = inputs + gathered / tensor_size
-        elif word.startswith("rowwise"):
-            sent[module] = outputs + outputs * word.endswith("to_sequence") / tensor_size
-    return sent

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +20,22 @@ def untie(model: nn.Module, name: str) -> list[str]:
     return uses
 
 
-def compute_use_means(baseline: Baseline, name: str, steps: Sequence[int]) -> list[Tensor]:
-    """Return the gradients of each use of a weight on the micro-batches ``steps``, stacked; means over data ranks."""
+def compute_use_means(
+    baseline: Baseline,
+    name: str,
+    steps: Sequence[int],
+    params: Mapping[str, Tensor] | None = None,
+    data_ranks: Sequence[int] | None = None,
+) -> list[Tensor]:
+    """Return the gradients of each use of a weight on the micro-batches ``steps``, stacked; means over data ranks.
+
+    ``params`` are the weights (None: the initial ones), and ``data_ranks`` the data ranks (None: all).
+    """
     means = []
     for step in steps:
         rows = []
-        for rank in range(baseline.data_size):
-            model = baseline.build_module()
+        for rank in range(baseline.data_size) if data_ranks is None else data_ranks:
+            model = baseline.build_module(params)
             uses = untie(model, name)
             grads = run_local(model, baseline.batch(rank, step), baseline.objective).grads
             rows.append(torch.stack([grads[use] for use in uses]))

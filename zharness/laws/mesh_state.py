@@ -44,18 +44,38 @@ MOMENTUM_OF = {"sgd": "momentum_buffer", "adam": "exp_avg"}  # the key of the op
 SAVED = 1  # the number of steps before the save
 
 
-def label_mesh(mesh: Mesh) -> str:
-    """Return the part of a record's name that stands for ``mesh``."""
-    return mesh.label or "dp_shard"
+@dataclass(frozen=True)
+class Arrangement:
+    """A mesh, and the schedule of a pipeline on it, or '' for the engine's default.
+
+    A schedule says which modules a rank of pp has: one stage, or two that are no neighbours.
+    """
+
+    mesh: Mesh
+    schedule: str = ""
+
+    @property
+    def label(self) -> str:
+        """The part of a record's name that stands for it."""
+        return "-".join(filter(None, (self.mesh.label or "dp_shard", self.schedule)))
+
+    @property
+    def options(self) -> Mapping[str, str]:
+        """The option of an engine that selects the schedule."""
+        return {"schedule": self.schedule} if self.schedule else {}
 
 
-def select_other_meshes(ctx: RankContext, meshes: Sequence[Mesh]) -> list[Mesh]:
-    """Return those of ``meshes`` that the engine can have on these ranks with this model, but not the cell's mesh."""
+def select_others(ctx: RankContext, own: Arrangement, meshes: Sequence[Mesh]) -> list[Arrangement]:
+    """Return those of ``meshes`` that the engine can have on these ranks with this model, but for ``own``.
+
+    All have the default schedule.
+    """
     claims = ctx.capabilities
     return [
-        mesh
-        for mesh in meshes
-        if mesh != ctx.config.mesh
+        arrangement
+        for arrangement in map(Arrangement, meshes)
+        for mesh in (arrangement.mesh,)
+        if arrangement != own
         # A layer of experts of the engine's own has other names in a checkpoint than that of the model.
         and (EXPERT in mesh.axes) == (EXPERT in ctx.config.mesh.axes)
         and claims.mesh_axes.issuperset(mesh.axes)
@@ -88,38 +108,51 @@ def build_other_model(ctx: RankContext) -> nn.Module:
     return ctx.spec.model(ctx.seed + 1)
 
 
+def explain_nothing(_ctx: JudgeContext, _mismatch: Mismatch, _label: str) -> str:
+    """Return no hint."""
+    return ""
+
+
+ExplainGradient = Callable[[JudgeContext, Mismatch, str], str]  # the last is the label of the engine that loaded
+
+
 @dataclass(frozen=True)
 class MeshTraining:
     """How the engines of a law train that saves on one mesh and loads on others.
 
     ``run_batch`` runs forward and backward of the first data coordinate's micro-batch with a number, and records loss
-    and gradients under a label.
+    and gradients under a label; ``micro_batches`` times, if a pipeline needs several. ``schedule`` is that of a
+    pipeline on the cell's mesh, or '' for the default. ``explain_grad`` returns a hint to a wrong gradient.
     """
 
     optimizer: OptimizerSpec
     meshes: Sequence[Mesh]
     run_batch: Callable[[RankContext, Engine, int, str], None]
+    schedule: str = ""
+    micro_batches: int = 1
+    explain_grad: ExplainGradient = explain_nothing
 
 
 def observe_meshes(ctx: RankContext, training: MeshTraining) -> None:
     """Save after a step on the cell's mesh and load on each other one, or the other way round, as the variant says."""
-    own, others = ctx.config.mesh, select_other_meshes(ctx, training.meshes)
+    own = Arrangement(ctx.config.mesh, training.schedule)
+    others = select_others(ctx, own, training.meshes)
     if ctx.variant.startswith(TO_OTHERS):
         with shared_folder() as folder:
             save_on_mesh(ctx, training, own, folder)
             for other in others:
-                load_on_mesh(ctx, training, other, folder, f"loaded-{label_mesh(other)}")
+                load_on_mesh(ctx, training, other, folder, f"loaded-{other.label}")
         return
     for other in others:
         with shared_folder() as folder:
             save_on_mesh(ctx, training, other, folder)
-            load_on_mesh(ctx, training, own, folder, f"loaded-{label_mesh(other)}")
+            load_on_mesh(ctx, training, own, folder, f"loaded-{other.label}")
 
 
-def save_on_mesh(ctx: RankContext, training: MeshTraining, mesh: Mesh, folder: Path) -> None:
-    """Make a step on ``mesh``, and save the engine."""
-    label = f"saved-{label_mesh(mesh)}"
-    engine = ctx.build_engine(mesh=mesh, optimizer=training.optimizer)
+def save_on_mesh(ctx: RankContext, training: MeshTraining, place: Arrangement, folder: Path) -> None:
+    """Make a step at ``place``, and save the engine."""
+    label = f"saved-{place.label}"
+    engine = ctx.build_engine(mesh=place.mesh, options=place.options, optimizer=training.optimizer)
     training.run_batch(ctx, engine, 0, label)
     engine.step()
     engine.zero_grad()
@@ -128,9 +161,11 @@ def save_on_mesh(ctx: RankContext, training: MeshTraining, mesh: Mesh, folder: P
     engine.close()
 
 
-def load_on_mesh(ctx: RankContext, training: MeshTraining, mesh: Mesh, folder: Path, label: str) -> None:
-    """Load the checkpoint on ``mesh`` into an engine around other weights, and make a step."""
-    engine = ctx.build_engine_around(build_other_model(ctx), mesh=mesh, optimizer=training.optimizer)
+def load_on_mesh(ctx: RankContext, training: MeshTraining, place: Arrangement, folder: Path, label: str) -> None:
+    """Load the checkpoint at ``place`` into an engine around other weights, and make a step."""
+    engine = ctx.build_engine_around(
+        build_other_model(ctx), mesh=place.mesh, options=place.options, optimizer=training.optimizer
+    )
     engine.load(folder)
     ctx.record_training_state(engine, SAVED, f"-{label}")
     training.run_batch(ctx, engine, SAVED, label)
@@ -142,36 +177,36 @@ def load_on_mesh(ctx: RankContext, training: MeshTraining, mesh: Mesh, folder: P
 
 def observe_other_mesh(ctx: RankContext) -> None:
     """Save and load in the direction, and with the optimizer, that the law variant names."""
-    on_all = ctx.variant.endswith(ADAM) and ctx.spec.name not in MODELS_ON_FEW_MESHES
-    meshes = MESHES if on_all else FEW_MESHES
-    observe_meshes(ctx, MeshTraining(choose_optimizer(ctx.variant), meshes, train_shared_batch))
+    observe_meshes(ctx, choose_training(ctx.variant, ctx.spec))
 
 
-def choose_optimizer(variant: str) -> OptimizerSpec:
-    """Return the optimizer of a law variant, whose steps keep the model exact."""
-    return SIGN_STEPS if variant.endswith(ADAM) else LAST_BIAS_STEPS
+def choose_training(variant: str, spec: ModelSpec) -> MeshTraining:
+    """Return the training of a law variant on a model, whose steps keep the model exact."""
+    optimizer = SIGN_STEPS if variant.endswith(ADAM) else LAST_BIAS_STEPS
+    is_on_all = variant.endswith(ADAM) and spec.name not in MODELS_ON_FEW_MESHES
+    return MeshTraining(optimizer, MESHES if is_on_all else FEW_MESHES, train_shared_batch)
 
 
 def judge_other_mesh(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare what each mesh loaded with what was saved, bitwise, and judge the step that follows."""
-    yield from judge_meshes(ctx, MESHES, choose_optimizer(ctx.variant))
+    yield from judge_meshes(ctx, choose_training(ctx.variant, ctx.baseline.spec))
 
 
-def judge_meshes(ctx: JudgeContext, meshes: Sequence[Mesh], optimizer: OptimizerSpec) -> Iterator[Comparison]:
-    """Compare what each of ``meshes`` that has records loaded with what was saved, and judge the steps that follow."""
+def judge_meshes(ctx: JudgeContext, training: MeshTraining) -> Iterator[Comparison]:
+    """Compare what was loaded on each mesh that has records with what was saved, and judge the steps that follow."""
     # The layout is that of the last engine, whose mesh is not that of each number.
     ctx = replace(ctx, evidence=tuple(replace(evidence, layout={}) for evidence in ctx.evidence))
-    for other in filter(lambda mesh: ctx.has_record(f"loss-loaded-{label_mesh(mesh)}"), meshes):
-        name = label_mesh(other)
-        saved_on, loaded_on = (label_mesh(ctx.mesh), name)[:: 1 if ctx.variant.startswith(TO_OTHERS) else -1]
-        for comparison in judge_loaded(ctx, f"saved-{saved_on}", f"loaded-{name}", optimizer):
+    own, labels = Arrangement(ctx.mesh, training.schedule).label, (Arrangement(mesh).label for mesh in training.meshes)
+    for other in filter(lambda label: ctx.has_record(f"loss-loaded-{label}"), labels):
+        saved_on, loaded_on = (own, other)[:: 1 if ctx.variant.startswith(TO_OTHERS) else -1]
+        for comparison in judge_loaded(ctx, f"saved-{saved_on}", f"loaded-{other}", training):
             cause = "" if comparison.mismatch is None else comparison.mismatch.hint
             yield add_hint(comparison, "; ".join(filter(None, (cause, f"saved on {saved_on}, loaded on {loaded_on}"))))
 
 
-def judge_loaded(ctx: JudgeContext, saved: str, loaded: str, optimizer: OptimizerSpec) -> Iterator[Comparison]:
+def judge_loaded(ctx: JudgeContext, saved: str, loaded: str, training: MeshTraining) -> Iterator[Comparison]:
     """Compare the weights and state of one load with those that were saved, and judge the step after it."""
-    yield from judge_complete_state(ctx, saved, MOMENTUM_OF[optimizer.name])
+    yield from judge_complete_state(ctx, saved, MOMENTUM_OF[training.optimizer.name])
     for what in ("params", "state"):
         labels = f"{what}-{saved}", f"{what}-{loaded}"
         for comparison in compare_records(ctx, *labels, SAVED, SAVED, Part.GATHER):
@@ -179,13 +214,15 @@ def judge_loaded(ctx: JudgeContext, saved: str, loaded: str, optimizer: Optimize
     weights = ctx.rank_records(f"params-{loaded}", SAVED)[0]
     local = [ctx.baseline.run_rank(0, SAVED, weights)] * ctx.data_size
     yield from ctx.compare_losses(SAVED, local, f"loss-{loaded}")
-    steps, repeats = range(SAVED, SAVED + 1), ctx.world_size // ctx.data_size
+    steps, repeats = range(SAVED, SAVED + 1), training.micro_batches * ctx.world_size // ctx.data_size
     exact = certify_exactness(ctx.baseline, steps, ctx.dtype, repeats=repeats, params=weights)
-    grads = ctx.rank_records(f"grads-{loaded}", SAVED)[0]
-    for comparison in ctx.compare_reduced_grads(f"grads-{loaded}", [local], SAVED, exact):
-        yield hint_factor(comparison, grads, local[0].grads)
+    grads, micros = ctx.rank_records(f"grads-{loaded}", SAVED)[0], [local] * training.micro_batches
+    for comparison in ctx.compare_reduced_grads(f"grads-{loaded}", micros, SAVED, exact):
+        mismatch = comparison.mismatch
+        hint = "" if mismatch is None else training.explain_grad(ctx, mismatch, loaded)
+        yield add_hint(comparison, hint) if hint else hint_factor(comparison, grads, local[0].grads)
     before = RecordedStep(SAVED, f"params-{loaded}", f"state-{loaded}")
-    yield from judge_next_step(ctx, optimizer, grads, before)
+    yield from judge_next_step(ctx, training.optimizer, grads, before)
     yield from compare_ranks_after_step(ctx, replace(before, step=SAVED + 1))
 
 

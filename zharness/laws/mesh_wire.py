@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -11,8 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from zharness.engines.protocol import Feature, OptimizerSpec
-from zharness.law_kit.dtypes import DTYPES
-from zharness.law_kit.hints import add_hint
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Law, MeshSupport, Variant
 from zharness.law_kit.observed_collectives import (
@@ -21,40 +18,47 @@ from zharness.law_kit.observed_collectives import (
     WEIGHTS,
     CollectiveObserver,
     Sent,
-    measure_activations,
     measure_parameters,
 )
 from zharness.law_kit.rank_actions import eval_mode
-from zharness.law_kit.rank_context import RankContext, scalar
+from zharness.law_kit.rank_context import RankContext
+from zharness.law_kit.wire import (
+    NOTHING,
+    Channel,
+    Range,
+    judge_dtypes,
+    judge_elements,
+    measure_activations,
+    record_sent,
+)
 from zharness.mesh import CONTEXT, DATA_SHARD, EXPERT, REPLICATE, TENSOR
-from zharness.parity import Comparison, Part, Tier, compare_bitwise, compare_within_range
+from zharness.parity import Comparison, Tier
 
 SHARED_INPUT = ("query", "key", "value")  # an engine may send their input, and its gradient, once for all of them
-ACTIVATION_DIMS = 3  # of the models of this law; their parameters have one or two
 # Weights stand still, so that a token has the expert of the initial gate in every step.
 STANDING = OptimizerSpec("sgd", {"lr": 0.0})
 STEPS = range(2)
 EVALUATED = STEPS.stop  # the number of the micro-batch of an evaluation
 
 
+def is_activation(tensor: Tensor) -> bool:
+    """Return whether a tensor is an activation of the models of this law, whose parameters have fewer dimensions."""
+    return tensor.dim() > 2
+
+
 def observe_wire(ctx: RankContext) -> None:
     """Make two steps and an evaluation, and record how many elements this rank sent in each kind of message."""
     engine = ctx.build_engine(optimizer=STANDING)
     for step in STEPS:
-        with CollectiveObserver(ctx, ACTIVATION_DIMS) as observer:
+        with CollectiveObserver(ctx, is_activation) as observer:
             ctx.train(engine, step)
             engine.step()
         record_sent(ctx, observer, step)
         engine.zero_grad()
-    with CollectiveObserver(ctx, ACTIVATION_DIMS) as observer, eval_mode(engine), torch.no_grad():
+    with CollectiveObserver(ctx, is_activation) as observer, eval_mode(engine), torch.no_grad():
         ctx.loss(engine, EVALUATED)
     record_sent(ctx, observer, EVALUATED)
     engine.close()
-
-
-def record_sent(ctx: RankContext, observer: CollectiveObserver, step: int) -> None:
-    """Record the elements that ``observer`` counted, by the name of their message."""
-    ctx.record("sent", {sent.name: scalar(elements) for sent, elements in sorted(observer.elements.items())}, step)
 
 
 def judge_wire(ctx: JudgeContext) -> Iterator[Comparison]:
@@ -67,46 +71,17 @@ def judge_wire(ctx: JudgeContext) -> Iterator[Comparison]:
     ranks of dp_shard and cp together are the shards, because each rank of cp has a part of every gradient. Activations
     are sent along tp once in each direction for a layer of the plan, along cp as ``range_of_exchanges`` says, and along
     ep as ``range_of_routed_tokens`` says. Neighbours on ep are neighbours on dp_shard, too, and the gradients of their
-    experts are reduced along dp_shard alone. Nothing else is sent along two axes at once.
+    experts are reduced along dp_shard alone. Nothing else is sent, and nothing along two other axes at once.
     """
     for step in (*STEPS, EVALUATED):
         for rank, record in enumerate(ctx.rank_records("sent", step)):
             sent = {Sent.parse(name): elements for name, elements in record.items()}
             yield from judge_dtypes(ctx, rank, sent, step)
-            yield from judge_elements(ctx, rank, sent, step)
+            yield from judge_elements(ctx, rank, sent, list_ranges(ctx, rank, step), step)
 
 
-def judge_dtypes(ctx: JudgeContext, rank: int, sent: dict[Sent, Tensor], step: int) -> Iterator[Comparison]:
-    """Check that no element was sent in another dtype than the policy's."""
-    policy = {GRADIENTS: find_sent_dtype(ctx), WEIGHTS: ctx.dtype, ACTIVATIONS: ctx.dtype}
-    for message, elements in sent.items():
-        right = str(policy[message.content]).removeprefix("torch.")
-        place = ctx.location(f"{message.content} along {message.axes}", Part.REDUCTION, step, rank)
-        expected = elements if message.dtype == right else scalar(0)
-        yield add_hint(
-            compare_bitwise(place, expected, elements), f"{message.content} are sent in {message.dtype}, not in {right}"
-        )
-
-
-def find_sent_dtype(ctx: JudgeContext) -> torch.dtype:
-    """Return the dtype in which the engine says that it sends gradients."""
-    sent = ctx.claims.sent_dtype_on_cp if CONTEXT in ctx.mesh.axes else None
-    return DTYPES[sent.value] if sent else ctx.reduce_dtype
-
-
-def judge_elements(ctx: JudgeContext, rank: int, sent: dict[Sent, Tensor], step: int) -> Iterator[Comparison]:
-    """Compare the elements along each axis with the formula; an evaluation sends no gradient, and no more."""
-    ranges = list_ranges(ctx, rank, step)
-    sent_pairs = {(message.content, message.axes) for message in sent}
-    for content, axis in (*ranges, *sorted(sent_pairs - set(ranges))):
-        least, most = ranges.get((content, axis), (0, 0))
-        along = (float(n) for message, n in sent.items() if (message.content, message.axes) == (content, axis))
-        place = ctx.location(f"elements of {content} along {axis}", Part.REDUCTION, step, rank)
-        yield compare_within_range(place, scalar(least), scalar(sum(along)), scalar(most))
-
-
-def list_ranges(ctx: JudgeContext, rank: int, step: int) -> dict[tuple[str, str], tuple[float, float]]:
-    """Return the least and the largest number of elements that a rank may send, by content and axes."""
+def list_ranges(ctx: JudgeContext, rank: int, step: int) -> dict[Channel, Range]:
+    """Return the least and the largest number of elements that a rank may send; an evaluation sends no gradient."""
     shape, experts = ctx.mesh.shape(ctx.world_size), ctx.mesh.size(EXPERT)
     shards, copies = shape[DATA_SHARD] * shape[CONTEXT], shape[REPLICATE]
     sizes_of = {DATA_SHARD: shape[DATA_SHARD], CONTEXT: shape[CONTEXT], EXPERT: experts}
@@ -116,13 +91,13 @@ def list_ranges(ctx: JudgeContext, rank: int, step: int) -> dict[tuple[str, str]
     shared = {name: shape for name, shape in params.items() if name not in own}
     sizes = measure_parameters(shared, ctx.baseline.spec.tp_plan, shape[TENSOR], shards)
     padded = sizes.local + sizes.padding
-    ranges: dict[tuple[str, str], tuple[float, float]] = {
+    ranges: dict[tuple[str, str], Range] = {
         (GRADIENTS, TENSOR): (sizes.partial, sizes.partial),
-        (GRADIENTS, over_shards): (sizes.local, padded) if shards > 1 else (0, 0),
-        (GRADIENTS, REPLICATE): (sizes.local / shards, padded / shards) if copies > 1 else (0, 0),
-        (WEIGHTS, over_shards): (0, 2 * padded / shards) if shards > 1 else (0, 0),
-        (WEIGHTS, TENSOR): (0, 0),
-        (ACTIVATIONS, TENSOR): range_of_activations(ctx, params),
+        (GRADIENTS, over_shards): (sizes.local, padded) if shards > 1 else NOTHING,
+        (GRADIENTS, REPLICATE): (sizes.local / shards, padded / shards) if copies > 1 else NOTHING,
+        (WEIGHTS, over_shards): (0, 2 * padded / shards) if shards > 1 else NOTHING,
+        (WEIGHTS, TENSOR): NOTHING,
+        (ACTIVATIONS, TENSOR): range_of_activations(ctx),
         (ACTIVATIONS, CONTEXT): range_of_exchanges(ctx),
     }
     if experts > 1:
@@ -132,12 +107,10 @@ def list_ranges(ctx: JudgeContext, rank: int, step: int) -> dict[tuple[str, str]
         ranges[ACTIVATIONS, over_shards] = (least, most / 2 if step == EVALUATED else most)
     if step == EVALUATED:
         ranges = {pair: (0, 0 if pair[0] == GRADIENTS else most) for pair, (_, most) in ranges.items()}
-    return ranges
+    return {Channel(*pair): allowed for pair, allowed in ranges.items()}
 
 
-def list_ranges_of_experts(
-    params: Mapping[str, Sequence[int]], size: int, shards: int
-) -> dict[tuple[str, str], tuple[float, float]]:
+def list_ranges_of_experts(params: Mapping[str, Sequence[int]], size: int, shards: int) -> dict[tuple[str, str], Range]:
     """Return the ranges of gradients and weights of experts, of which a rank has one part of ``size``.
 
     ``shards`` ranks have the same ones, and differ along dp_shard alone.
@@ -145,19 +118,20 @@ def list_ranges_of_experts(
     found = measure_parameters(params, {}, 1, shards)
     least, most = found.local / size, (found.local + found.padding) / size
     return {
-        (GRADIENTS, DATA_SHARD): (least, most) if shards > 1 else (0, 0),
-        (WEIGHTS, DATA_SHARD): (0, 2 * most / shards) if shards > 1 else (0, 0),
+        (GRADIENTS, DATA_SHARD): (least, most) if shards > 1 else NOTHING,
+        (WEIGHTS, DATA_SHARD): (0, 2 * most / shards) if shards > 1 else NOTHING,
     }
 
 
-def range_of_activations(ctx: JudgeContext, shapes: Mapping[str, Sequence[int]]) -> tuple[float, float]:
+def range_of_activations(ctx: JudgeContext) -> Range:
     """Return the least and the largest number of elements of activations that a rank of tp may send."""
-    rows = math.prod(ctx.baseline.batch(0, 0).inputs.shape[:-1])
-    sent = measure_activations(shapes, ctx.baseline.spec.tp_plan, ctx.mesh.size(TENSOR), rows)
-    return sum(sent.values()) - sum(sent.get(module, 0.0) for module in SHARED_INPUT[1:]), sum(sent.values())
+    baseline = ctx.baseline
+    plan, tensor_size = baseline.spec.tp_plan, ctx.mesh.size(TENSOR)
+    sent = measure_activations(baseline.build_module(), baseline.batch(0, 0), plan, tensor_size)
+    return sent.total() - sum(sent[module] for module in SHARED_INPUT[1:]), sent.total()
 
 
-def range_of_exchanges(ctx: JudgeContext) -> tuple[float, float]:
+def range_of_exchanges(ctx: JudgeContext) -> Range:
     """Return the least and the largest number of elements of activations that a rank of cp may send.
 
     Attention exchanges parts of the sequence for heads, and back: its inputs and its output once, and their gradients.
@@ -165,7 +139,7 @@ def range_of_exchanges(ctx: JudgeContext) -> tuple[float, float]:
     """
     size, elements = ctx.mesh.size(CONTEXT), 0
     if size == 1:
-        return 0, 0
+        return NOTHING
     model = ctx.baseline.build_module()
 
     def count(_module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -179,7 +153,7 @@ def range_of_exchanges(ctx: JudgeContext) -> tuple[float, float]:
     return 2 * elements / size, (2 * elements + output.numel()) / size
 
 
-def range_of_routed_tokens(ctx: JudgeContext, rank: int, step: int) -> tuple[float, float]:
+def range_of_routed_tokens(ctx: JudgeContext, rank: int, step: int) -> Range:
     """Return the least and the largest number of elements of tokens that a rank of ep may send.
 
     Each token goes to its expert and comes back, and so do the gradients. At most, every expert is sent as many rows as

@@ -39,6 +39,9 @@ MOMENTUM_SGD = OptimizerSpec(name="sgd", args={"lr": 1.0, "momentum": 0.5})
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev")
 MODELS = ("chain", "skips", "tied_chain", "tied_ends")
 RANDOM_MODEL = "random_chain"  # what stages send has more bits than a message in half precision
+DIVIDED_BY_TWO_STAGES_HINT = (
+    "the terms of one use of the tied weight were divided by the number of micro-batches once more"
+)
 CLIP = 1.0  # below every norm of these models
 CLIPPED_SCHEDULES = ("gpipe", "1f1b", "zbv", "dualpipev")
 
@@ -254,16 +257,22 @@ def hint_divided_by_two_stages(ctx: JudgeContext, comparison: Comparison, step: 
     mismatch = comparison.mismatch
     if mismatch is None:
         return comparison
-    name = mismatch.parameter
-    uses = compute_use_means(ctx.baseline, name, range(first, first + MICRO_BATCHES))
-    grad = ctx.rank_records("grads", step)[mismatch.seen_on][name]
-    for use, other_use in permutations(uses, 2):
-        for done in range(MICRO_BATCHES + 1):
-            divided = (use.sum(dim=0) + other_use[:done].sum(dim=0)) / MICRO_BATCHES**2
-            if torch.equal(grad, divided + other_use[done:].sum(dim=0) / MICRO_BATCHES):
-                hint = "the terms of one use of the tied weight were divided by the number of micro-batches once more"
-                return add_hint(comparison, hint)
-    return comparison
+    uses = compute_use_means(ctx.baseline, mismatch.parameter, range(first, first + MICRO_BATCHES))
+    grad = ctx.rank_records("grads", step)[mismatch.seen_on][mismatch.parameter]
+    return add_hint(comparison, DIVIDED_BY_TWO_STAGES_HINT) if is_divided_by_two_stages(grad, uses) else comparison
+
+
+def is_divided_by_two_stages(grad: Tensor, uses: Sequence[Tensor]) -> bool:
+    """Return whether two stages divided the gradient of a tied weight; ``uses`` has the terms of each of its uses."""
+    return any(
+        torch.equal(
+            grad,
+            (use.sum(dim=0) + other_use[:done].sum(dim=0)) / MICRO_BATCHES**2
+            + other_use[done:].sum(dim=0) / MICRO_BATCHES,
+        )
+        for use, other_use in permutations(uses, 2)
+        for done in range(MICRO_BATCHES + 1)
+    )
 
 
 def observe_windows(ctx: RankContext) -> None:

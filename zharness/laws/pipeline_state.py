@@ -6,16 +6,18 @@ Every rank trains the micro-batch of the first data coordinate, so that a gradie
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import nn
 
-from zharness.engines.protocol import Engine, Feature, require_train_batch
+from zharness.engines.protocol import Engine, Feature
 from zharness.law_kit.dtypes import DTYPES
 from zharness.law_kit.integer_steps import BIAS_SIGNS
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Variant
 from zharness.law_kit.rank_context import RankContext
+from zharness.law_kit.tied_uses import compute_use_means
 from zharness.laws.mesh_state import (
     FROM_OTHERS,
     SAVED,
@@ -28,29 +30,62 @@ from zharness.laws.mesh_state import (
     load_full_state_dict,
     observe_meshes,
 )
-from zharness.laws.pipeline import pipeline_law
+from zharness.laws.pipeline import (
+    DIVIDED_BY_TWO_STAGES_HINT,
+    MICRO_BATCHES,
+    is_divided_by_two_stages,
+    pipeline_law,
+    train_micro_batches,
+)
 from zharness.mesh import Mesh
-from zharness.parity import Comparison
+from zharness.parity import Comparison, Mismatch
+from zharness.parity.compare import check_names
 
 MESHES = tuple(map(Mesh.parse, ("pp1", "pp2", "pp4", "tp2,pp2")))  # on pp1 all modules are one stage
+WAYS = (TO_OTHERS, FROM_OTHERS)
+TWO_STAGES_ON_A_RANK = ("interleaved", "zbv")
 
 
-def run_shared_batch(ctx: RankContext, engine: Engine, step: int, label: str) -> None:
-    """Run the first data coordinate's micro-batch, and record its loss and the gradients."""
+def run_shared_batch(ctx: RankContext, engine: Engine, step: int, label: str, micro_batches: int = 1) -> None:
+    """Run the first data coordinate's micro-batch as often as the batch has any, and record its loss and the gradients.
+
+    The mean gradient of equal micro-batches is that of one.
+    """
     batch = ctx.spec.micro_batch(ctx.seed, 0, step).to(DTYPES[ctx.config.dtype], ctx.device)
-    (loss,) = require_train_batch(engine).train_batch([(batch.inputs, batch.target)], ctx.spec.loss)
+    loss, *_ = train_micro_batches(engine, [batch] * micro_batches, ctx.spec.loss).values()
     ctx.record(f"loss-{label}", {"loss": loss}, step)
-    ctx.record(f"grads-{label}", engine.full_grads(), step)
+    grads = engine.full_grads()
+    check_names("full_grads", engine.full_params(), grads)  # without a gradient there is no state to save
+    ctx.record(f"grads-{label}", grads, step)
+
+
+def choose_training(variant: str) -> MeshTraining:
+    """Return the training of a law variant, whose name ends in the schedule on the cell's mesh if it has one.
+
+    A rank of such a schedule has two stages, which are no neighbours in the model.
+    """
+    schedule = variant.removeprefix(TO_OTHERS).removeprefix(FROM_OTHERS).removeprefix("_")
+    micro_batches = MICRO_BATCHES if schedule else 1
+    run_batch = partial(run_shared_batch, micro_batches=micro_batches)
+    return MeshTraining(BIAS_SIGNS, MESHES, run_batch, schedule, micro_batches, explain_tied_grad)
+
+
+def explain_tied_grad(ctx: JudgeContext, mismatch: Mismatch, label: str) -> str:
+    """Return the hint that two stages of a rank divided the gradient of their tied weight, if they did."""
+    weights = ctx.rank_records(f"params-{label}", SAVED)[0]
+    uses = compute_use_means(ctx.baseline, mismatch.parameter, [SAVED] * MICRO_BATCHES, weights, data_ranks=[0])
+    grad = ctx.rank_records(f"grads-{label}", SAVED)[mismatch.seen_on][mismatch.parameter]
+    return DIVIDED_BY_TWO_STAGES_HINT if is_divided_by_two_stages(grad, uses) else ""
 
 
 def observe_other_mesh(ctx: RankContext) -> None:
-    """Save after a step, and load on another number of stages, in the direction that the law variant names."""
-    observe_meshes(ctx, MeshTraining(BIAS_SIGNS, MESHES, run_shared_batch))
+    """Save after a step, and load on other stages, in the direction and with the schedule that the variant names."""
+    observe_meshes(ctx, choose_training(ctx.variant))
 
 
 def judge_other_mesh(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare what each mesh loaded with what was saved, bitwise, and judge the step that follows."""
-    yield from judge_meshes(ctx, MESHES, BIAS_SIGNS)
+    yield from judge_meshes(ctx, choose_training(ctx.variant))
 
 
 def add_buffers(model: nn.Module, plan: tuple[str, ...]) -> nn.Module:
@@ -77,10 +112,17 @@ def judge_full_state_dict(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     pipeline_law(
         "other_mesh",
-        "what a pipeline saves is loaded bitwise by one of any other number of stages, and training continues there",
+        "what a pipeline saves is loaded bitwise by one of any other stages, and training continues there",
         observe_other_mesh,
         judge_other_mesh,
-        (Variant(TO_OTHERS), Variant(FROM_OTHERS)),
+        (
+            *(Variant(way) for way in WAYS),
+            *(
+                Variant(f"{way}_{schedule}", schedules=(schedule,), micro_batches=MICRO_BATCHES)
+                for schedule in TWO_STAGES_ON_A_RANK
+                for way in WAYS
+            ),
+        ),
         Feature.CHECKPOINT,
         Feature.MESH_RESHARD,
         kept_because="the only law of a pipeline that loads what another number of ranks saved",

@@ -12,20 +12,31 @@ from typing import Any
 from torch import Tensor, nn
 
 from zharness.engines.protocol import Feature
-from zharness.law_kit.hints import add_hint
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Variant
 from zharness.law_kit.observed_collectives import (
     ACTIVATIONS,
+    BROADCASTS,
     GRADIENTS,
     WEIGHTS,
+    AxisSizes,
     CollectiveObserver,
     Sent,
     flatten,
     measure_parameters,
 )
-from zharness.law_kit.rank_context import RankContext, scalar
-from zharness.laws.mesh_wire import ACTIVATION_DIMS, STANDING, judge_dtypes, record_sent
+from zharness.law_kit.other_norms import list_owned_spans
+from zharness.law_kit.rank_context import RankContext
+from zharness.law_kit.wire import (
+    NOTHING,
+    Channel,
+    Range,
+    judge_dtypes,
+    judge_elements,
+    measure_activations,
+    record_sent,
+)
+from zharness.laws.mesh_wire import STANDING
 from zharness.laws.pipeline import (
     DEFAULT_SHAPE,
     MICRO_BATCHES,
@@ -36,10 +47,11 @@ from zharness.laws.pipeline import (
 )
 from zharness.laws.pipeline_replicas import find_stages, get_stage
 from zharness.mesh import DATA_SHARD, PIPELINE, TENSOR
-from zharness.parity import Comparison, Part, Tier, compare_bitwise, compare_within_range
+from zharness.parity import Comparison, Tier
 
 FIRST = "first"  # the variant that observes the first batch, in which a schedule may run a stage to learn shapes
 OBSERVED = 1  # the number of the batch that is observed
+GRADIENTS_OVER_DATA = Channel(GRADIENTS, DATA_SHARD)
 
 
 def observe_wire(ctx: RankContext) -> None:
@@ -50,73 +62,73 @@ def observe_wire(ctx: RankContext) -> None:
         train_batch(ctx, engine, 0, DEFAULT_SHAPE)
         engine.step()
         engine.zero_grad()
-    with CollectiveObserver(ctx, ACTIVATION_DIMS) as observer:
+    with CollectiveObserver(ctx, partial(has_samples, len(ctx.batch(0).inputs))) as observer:
         train_batch(ctx, engine, OBSERVED, DEFAULT_SHAPE)
         engine.step()
     record_sent(ctx, observer, OBSERVED)
     engine.close()
 
 
+def has_samples(samples: int, tensor: Tensor) -> bool:
+    """Return whether a tensor is an activation: it has a row for each of a micro-batch's samples, unlike parameters."""
+    return tensor.dim() > 1 and len(tensor) == samples
+
+
 def judge_wire(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare what each rank sends along pp and along the data with the formulas, and its dtype with the policy's.
+    """Compare the dtype of every message with the policy's, and the elements along each axis with the formula.
 
     Where a module and the next one of the plan are on two ranks, the outputs of each micro-batch are sent once, and
-    their gradients come back once, both in the dtype of the cell. Beside them no rank sends as many elements along pp
-    as the outputs of one module have. The gradients of a stage are reduced once over the data, in the reduce dtype, and
-    its weights are gathered at most twice for each micro-batch. What ranks of tp send is not judged here.
+    their gradients come back once, both in the dtype of the cell. The gradients of a stage are reduced once over the
+    data, in the reduce dtype. Its weights are gathered along the data only if ``layout()`` says that no rank has all of
+    them, once or more, and at most twice for each micro-batch. Along tp the layers of a stage send activations, once in
+    each direction for each micro-batch. The last stage may send all others the losses. Nothing else is sent: nothing
+    along two axes at once, and no broadcast of weights, which DDP makes when it is built. The models have no buffers,
+    which DDP broadcasts in a forward.
     """
     modules = measure_modules(ctx)
-    expected, least = list_stage_messages(ctx, modules), min(module.outputs for module in modules)
     for rank, record in enumerate(ctx.rank_records("sent", OBSERVED)):
         messages = {Sent.parse(name): elements for name, elements in record.items()}
-        yield from judge_stage_messages(ctx, rank, messages, expected[get_stage(ctx, rank)], least)
-        yield from judge_data_messages(ctx, rank, messages, modules)
+        judged = {message: elements for message, elements in messages.items() if not is_losses(message, elements)}
+        yield from judge_dtypes(ctx, rank, judged, OBSERVED)
+        ranges = list_ranges(ctx, rank, modules)
+        explain = partial(explain_gradients, modules, get_stage(ctx, rank), ranges)
+        yield from judge_elements(ctx, rank, judged, ranges, OBSERVED, explain)
+
+
+def is_losses(message: Sent, elements: Tensor) -> bool:
+    """Return whether a message has no more numbers than the micro-batches losses, and goes to all stages.
+
+    They may have another dtype than the cell. DeepSpeed sends the loss of a replica and the mean of all replicas.
+    """
+    is_copied = message.content in (WEIGHTS, BROADCASTS)
+    return is_copied and message.axes == PIPELINE and int(elements) <= MICRO_BATCHES
 
 
 @dataclass(frozen=True)
 class MeasuredModule:
-    """A module of the plan: the coordinate on pp of its parameters, and the elements of these and of its outputs.
+    """A module of the plan: the coordinate on pp of its parameters, and the elements of these and of what it sends.
 
-    The outputs are those of one micro-batch.
+    A rank of tp has ``parameters`` of it. The module sends its ``outputs`` for one micro-batch, and along tp ``split``
+    elements in both directions.
     """
 
     name: str
     stage: int
     parameters: int
     outputs: int
+    split: int
 
 
-def judge_stage_messages(
-    ctx: JudgeContext, rank: int, messages: Mapping[Sent, Tensor], expected: Mapping[int, int], least_outputs: int
-) -> Iterator[Comparison]:
-    """Compare what a rank sends to each other stage, and that what else it sends along pp is less than any outputs."""
-    on_pp = {message: elements for message, elements in messages.items() if PIPELINE in message.axes.split(",")}
-    to_stages = {m: elements for m, elements in on_pp.items() if m.axes == PIPELINE and m.content == ACTIVATIONS}
-    yield from judge_dtypes(ctx, rank, to_stages, OBSERVED)
-    counts: Counter[int] = Counter()
-    for message, elements in to_stages.items():
-        counts[int(message.receiver)] += int(elements)
-    for stage in sorted({*expected, *counts}):
-        place = ctx.location(f"elements of activations to pp {stage}", Part.REDUCTION, OBSERVED, rank)
-        yield compare_bitwise(place, scalar(expected.get(stage, 0)), scalar(counts[stage]))
-    others = sum(float(elements) for message, elements in on_pp.items() if message not in to_stages)
-    place = ctx.location("elements of other messages along pp", Part.REDUCTION, OBSERVED, rank)
-    yield compare_within_range(place, scalar(0), scalar(others), scalar(least_outputs - 1))
-
-
-def judge_data_messages(
-    ctx: JudgeContext, rank: int, messages: Mapping[Sent, Tensor], modules: Sequence[MeasuredModule]
-) -> Iterator[Comparison]:
-    """Compare what a rank sends along the data with the gradients of its stage, and with the weights."""
-    on_data = {message: elements for message, elements in messages.items() if message.axes == DATA_SHARD}
-    yield from judge_dtypes(ctx, rank, on_data, OBSERVED)
-    for content, (least, most) in list_data_ranges(ctx, get_stage(ctx, rank)).items():
-        elements = sum(float(n) for message, n in on_data.items() if message.content == content)
-        place = ctx.location(f"elements of {content} along {DATA_SHARD}", Part.REDUCTION, OBSERVED, rank)
-        comparison = compare_within_range(place, scalar(least), scalar(elements), scalar(most))
-        hint = describe_one_module(modules, get_stage(ctx, rank), elements) if elements < most else ""
-        hint = "each gradient is reduced twice" if 2 * least <= elements <= 2 * most and content == GRADIENTS else hint
-        yield add_hint(comparison, hint) if hint else comparison
+def explain_gradients(
+    modules: Sequence[MeasuredModule], stage: int, ranges: Mapping[Channel, Range], channel: Channel, elements: float
+) -> str:
+    """Return what may have happened if a rank of ``stage`` sent so many elements of gradients over the data; or ''."""
+    least, most = ranges[channel]
+    if channel != GRADIENTS_OVER_DATA or most == 0:
+        return ""
+    if 2 * least <= elements <= 2 * most:
+        return "each gradient is reduced twice"
+    return describe_one_module(modules, stage, elements) if elements < most else ""
 
 
 def describe_one_module(modules: Sequence[MeasuredModule], stage: int, elements: float) -> str:
@@ -126,60 +138,81 @@ def describe_one_module(modules: Sequence[MeasuredModule], stage: int, elements:
     return f"as many as one module of the stage has, such as {names[0]}" if names else ""
 
 
-def list_data_ranges(ctx: JudgeContext, stage: int) -> dict[str, tuple[float, float]]:
-    """Return the least and the largest number of elements that a rank of ``stage`` may send along the data."""
-    shape = ctx.mesh.shape(ctx.world_size)
-    shards = shape[DATA_SHARD]
+def list_ranges(ctx: JudgeContext, rank: int, modules: Sequence[MeasuredModule]) -> dict[Channel, Range]:
+    """Return the least and the largest number of elements that a rank may send, by channel."""
+    stage = get_stage(ctx, rank)
+    to_stages = {
+        Channel(ACTIVATIONS, PIPELINE, str(other)): (elements, elements)
+        for other, elements in list_stage_messages(stage, modules).items()
+    }
+    # The forward that learns shapes sends along tp what that of a micro-batch sends.
+    split, extra = sum(module.split for module in modules if module.stage == stage), int(ctx.variant == FIRST)
+    along_tensor = {Channel(ACTIVATIONS, TENSOR): (MICRO_BATCHES * split, (MICRO_BATCHES + extra) * split)}
+    return to_stages | along_tensor | list_data_ranges(ctx, rank)
+
+
+def list_data_ranges(ctx: JudgeContext, rank: int) -> dict[Channel, Range]:
+    """Return the least and the largest number of elements that a rank may send along the data."""
+    shape, shards = ctx.mesh.shape(ctx.world_size), ctx.mesh.shape(ctx.world_size)[DATA_SHARD]
+    stage = get_stage(ctx, rank)
     own = {
         name: param.shape
         for name, param in ctx.baseline.build_module().named_parameters()
         if stage in find_stages(ctx, name, param.numel())
     }
     sizes = measure_parameters(own, ctx.baseline.spec.tp_plan, shape[TENSOR], shards)
-    padded_elements = sizes.local + sizes.padding
-    ranges: dict[str, tuple[float, float]] = {
-        GRADIENTS: (sizes.local, padded_elements),
-        WEIGHTS: (0, 2 * MICRO_BATCHES * padded_elements / shards),
-        ACTIVATIONS: (0, 0),
-    }
-    return ranges if shards > 1 else dict.fromkeys(ranges, (0, 0))
+    owned = sum(stop - start for name in own for start, stop in list_owned_spans(ctx, rank, name, own[name].numel()))
+    weights = range_of_gathers(sizes, shards) if owned < sizes.local else NOTHING
+    gradients = (sizes.local, sizes.local + sizes.padding) if shards > 1 else NOTHING
+    return {GRADIENTS_OVER_DATA: gradients, Channel(WEIGHTS, DATA_SHARD): weights}
 
 
-def list_stage_messages(ctx: JudgeContext, modules: Sequence[MeasuredModule]) -> Mapping[int, Counter[int]]:
-    """Return, for each coordinate on pp, the elements that its ranks send to each other one in a batch."""
-    messages: dict[int, Counter[int]] = {stage: Counter() for stage in range(ctx.mesh.size(PIPELINE))}
+def range_of_gathers(sizes: AxisSizes, shards: int) -> Range:
+    """Return the least and the largest number of elements of weights that a rank which has a part of them may send."""
+    return (sizes.local - sizes.padding) / shards, 2 * MICRO_BATCHES * (sizes.local + sizes.padding) / shards
+
+
+def list_stage_messages(stage: int, modules: Sequence[MeasuredModule]) -> Counter[int]:
+    """Return the elements that the ranks of ``stage`` send to each other coordinate on pp in a batch."""
+    elements: Counter[int] = Counter()
     for module, following in pairwise(modules):
-        if module.stage != following.stage:
-            messages[module.stage][following.stage] += MICRO_BATCHES * module.outputs
-            messages[following.stage][module.stage] += MICRO_BATCHES * module.outputs
-    return messages
+        if module.stage != following.stage and stage in (module.stage, following.stage):
+            other = following.stage if stage == module.stage else module.stage
+            elements[other] += MICRO_BATCHES * module.outputs
+    return elements
 
 
 def measure_modules(ctx: JudgeContext) -> list[MeasuredModule]:
     """Return the modules of the plan, in their order, measured in a forward of the plain model."""
-    model = ctx.baseline.build_module()
+    model, spec = ctx.baseline.build_module(), ctx.baseline.spec
     outputs: dict[str, int] = {}
 
     def count(name: str, _module: nn.Module, _inputs: Any, output: Tensor | Sequence[Tensor]) -> None:
         """Count the outputs of one module."""
         outputs[name] = sum(tensor.numel() for tensor in flatten(output))
 
-    for name in ctx.baseline.spec.pp_plan:
+    for name in spec.pp_plan:
         model.get_submodule(name).register_forward_hook(partial(count, name))
-    ctx.baseline.batch(0, 0).feed(model)
-    return [measure_module(ctx, model, name, outputs[name]) for name in ctx.baseline.spec.pp_plan]
+    batch = ctx.baseline.batch(0, 0)
+    batch.feed(model)
+    split = measure_activations(ctx.baseline.build_module(), batch, spec.tp_plan, ctx.mesh.size(TENSOR))
+    return [measure_module(ctx, model, name, outputs[name], split) for name in spec.pp_plan]
 
 
-def measure_module(ctx: JudgeContext, model: nn.Module, name: str, outputs: int) -> MeasuredModule:
+def measure_module(
+    ctx: JudgeContext, model: nn.Module, name: str, outputs: int, split: Mapping[str, int]
+) -> MeasuredModule:
     """Return the module ``name``, all of whose parameters are on one coordinate of pp."""
-    sizes = {f"{name}.{each}": param.numel() for each, param in model.get_submodule(name).named_parameters()}
-    (stage,) = set.intersection(*(find_stages(ctx, each, elements) for each, elements in sizes.items()))
-    return MeasuredModule(name, stage, sum(sizes.values()), outputs)
+    shapes = {f"{name}.{each}": param.shape for each, param in model.get_submodule(name).named_parameters()}
+    (stage,) = set.intersection(*(find_stages(ctx, each, shape.numel()) for each, shape in shapes.items()))
+    own = measure_parameters(shapes, ctx.baseline.spec.tp_plan, ctx.mesh.size(TENSOR), shards=1).local
+    along_tensor = sum(elements for layer, elements in split.items() if f"{layer}.".startswith(f"{name}."))
+    return MeasuredModule(name, stage, own, outputs, along_tensor)
 
 
 _LAW = pipeline_law(
     "wire",
-    "each border of two stages is crossed once forward and once back, and gradients are reduced once over the data",
+    "each border of two stages is crossed once in each direction, gradients are reduced once, and nothing else is sent",
     observe_wire,
     judge_wire,
     (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -12,11 +12,13 @@ from torch import Tensor, nn
 
 from zharness.engines import EngineConfig
 from zharness.law_kit.dtypes import DTYPES
-from zharness.mesh import DATA_SHARD
+from zharness.mesh import AXES, DATA_SHARD, PIPELINE, TENSOR
 from zharness.mutants import seams_engines
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
 from zharness.mutants.pipeline import Loss, MicroBatches, OverPipeline, on_pipeline
 from zharness.parity import Part
+
+BIAS = 16  # the elements of a bias of the models, a quarter of those of a module's outputs
 
 
 def on_wire(part: Part, parameter: str, variant: str = "gpipe") -> Target:
@@ -151,7 +153,7 @@ class SendsAGradientOfAnActivationTwice(SendsAgain):
     sender = 1
 
 
-@mutant(FaultKind.RESOURCES, on_messages("elements of other messages along pp", "interleaved"), origin=Origin.MESH)
+@mutant(FaultKind.RESOURCES, on_messages("elements of activations along pp", "interleaved"), origin=Origin.MESH)
 class GathersActivationsOnAllStages(SendsAgain):
     """Every stage gets the outputs of all, by an all-gather of 64 elements of each."""
 
@@ -194,3 +196,122 @@ class ReducesStagesInFloat64(OverPipeline):
         future: Any = torch.futures.Future()
         future.set_result((wide / dist.get_world_size(group)).to(bucket.buffer().dtype))
         return future
+
+
+def on_tensor_ranks(parameter: str, variant: str = "1f1b") -> Target:
+    """Return a target of this law with each stage split over tp."""
+    return replace(on_messages(parameter, variant), world_size=4, mesh="pp2.tp2")
+
+
+class SendsAlongAxes(OverPipeline):
+    """The base class of mutants whose ranks send a message once more after each batch, to those that ``axes`` join."""
+
+    axes: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        world, others = dist.get_world_size(), [axis for axis in AXES if axis not in self.axes]
+        places = [config.mesh.coordinates(rank, world) for rank in range(world)]
+        keys = [tuple(place[axis] for axis in others) for place in places]
+        groups = {key: [rank for rank in range(world) if keys[rank] == key] for key in dict.fromkeys(keys)}
+        made = {key: dist.new_group(ranks) for key, ranks in groups.items()}
+        self.ranks, self.group = groups[keys[dist.get_rank()]], made[keys[dist.get_rank()]]
+
+    def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
+        losses = super().train_batch(micro_batches, loss)
+        self.send(micro_batches)
+        return losses
+
+    def send(self, micro_batches: MicroBatches) -> None:
+        """Send the message, and do not use it."""
+        raise NotImplementedError
+
+    def stage_sizes(self) -> list[int]:
+        """Return the number of elements of each parameter of this rank's stages."""
+        return [param.numel() for param in seams_engines.stage_params(self.right).values()]
+
+
+@mutant(
+    FaultKind.RESOURCES,
+    replace(on_tensor_ranks("elements of gradients along dp_shard,tp"), world_size=8, setting="fully_shard"),
+    origin=Origin.MESH,
+)
+class ReducesGradientsOverDataAndTensorRanks(SendsAlongAxes):
+    """The ranks of a stage, which differ on the data and on tp, all-reduce buffers of gradients in one group."""
+
+    axes: ClassVar[tuple[str, ...]] = (DATA_SHARD, TENSOR)
+
+    def send(self, micro_batches: MicroBatches) -> None:
+        for elements in self.stage_sizes():
+            dist.all_reduce(torch.zeros(elements), group=self.group)
+
+
+@mutant(FaultKind.RESOURCES, on_replicas_wire("elements of gradients along pp,dp_shard"), origin=Origin.MESH)
+class ReducesABiasOverStagesAndData(SendsAlongAxes):
+    """All ranks, which differ on pp and on the data, all-reduce a buffer as large as a bias."""
+
+    axes: ClassVar[tuple[str, ...]] = (PIPELINE, DATA_SHARD)
+
+    def send(self, micro_batches: MicroBatches) -> None:
+        dist.all_reduce(torch.zeros(BIAS), group=self.group)
+
+
+@mutant(FaultKind.RESOURCES, on_messages("elements of weights along pp", "zbv"), origin=Origin.MESH)
+class GathersABiasOnAllStages(SendsAlongAxes):
+    """Every stage gets a vector as large as a bias of all others, which is less than the outputs of a module."""
+
+    axes: ClassVar[tuple[str, ...]] = (PIPELINE,)
+
+    def send(self, micro_batches: MicroBatches) -> None:
+        bias = torch.zeros(BIAS)
+        dist.all_gather([torch.empty_like(bias) for _ in self.ranks], bias, group=self.group)
+
+
+@mutant(
+    FaultKind.RESOURCES,
+    on_replicas_wire("elements of broadcasts along dp_shard"),
+    replace(on_replicas_wire("elements of broadcasts along dp_shard"), setting="fully_shard"),
+    origin=Origin.MESH,
+)
+class BroadcastsAWeightToItsReplicas(SendsAlongAxes):
+    """After each batch a stage broadcasts one weight to its replicas, which have it already."""
+
+    axes: ClassVar[tuple[str, ...]] = (DATA_SHARD,)
+
+    def send(self, micro_batches: MicroBatches) -> None:
+        dist.broadcast(torch.zeros(self.stage_sizes()[0]), src=self.ranks[0], group=self.group)
+
+
+@mutant(FaultKind.RESOURCES, on_tensor_ranks("elements of activations along tp"), origin=Origin.MESH)
+class ReducesTheInputOfAStageOverTensorRanks(SendsAlongAxes):
+    """The ranks of tp, which have the same inputs, all-reduce those of one micro-batch once more."""
+
+    axes: ClassVar[tuple[str, ...]] = (TENSOR,)
+
+    def send(self, micro_batches: MicroBatches) -> None:
+        dist.all_reduce(torch.zeros_like(micro_batches[0][0]), group=self.group)
+
+
+@mutant(FaultKind.RESOURCES, on_tensor_ranks("elements of gradients along tp", "interleaved"), origin=Origin.MESH)
+class ReducesSplitGradientsOverTensorRanks(SendsAlongAxes):
+    """The ranks of tp, which have parts of each weight, all-reduce buffers of gradients."""
+
+    axes: ClassVar[tuple[str, ...]] = (TENSOR,)
+
+    def send(self, micro_batches: MicroBatches) -> None:
+        for elements in self.stage_sizes():
+            dist.all_reduce(torch.zeros(elements), group=self.group)
+
+
+@mutant(FaultKind.RESOURCES, on_tensor_ranks("elements of activations to pp,tp 1,1"), origin=Origin.MESH)
+class SendsToAnotherTensorRankOfTheNextStage(SendsAlongAxes):
+    """The first rank of the first stage sends to the last rank of the last stage, whose place on tp differs."""
+
+    axes: ClassVar[tuple[str, ...]] = (PIPELINE, TENSOR)
+
+    def send(self, micro_batches: MicroBatches) -> None:
+        first, *_, last = self.ranks
+        if dist.get_rank() == first:
+            dist.send(torch.zeros(4), last)
+        elif dist.get_rank() == last:
+            dist.recv(torch.zeros(4), first)

@@ -1,0 +1,141 @@
+"""Judge what ranks send: its dtype against the policy's, and its elements against a formula for each channel."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from zharness.law_kit.dtypes import DTYPES
+from zharness.law_kit.hints import add_hint
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.observed_collectives import GRADIENTS, CollectiveObserver, Sent
+from zharness.law_kit.rank_context import RankContext, scalar
+from zharness.mesh import CONTEXT
+from zharness.parity import Comparison, Part, compare_bitwise, compare_within_range
+from zharness.workload import Batch
+
+Range = tuple[float, float]  # the least and the largest number of elements
+NOTHING: Range = (0, 0)
+
+
+@dataclass(frozen=True, order=True)
+class Channel:
+    """What is sent along which axes, joined by commas; ``receiver`` is as in Sent."""
+
+    content: str
+    axes: str
+    receiver: str = ""
+
+    @property
+    def name(self) -> str:
+        """The channel as a report names it."""
+        where = f"to {self.axes} {self.receiver}" if self.receiver else f"along {self.axes}"
+        return f"{self.content} {where}"
+
+
+Explain = Callable[[Channel, float], str]
+
+
+def get_channel(message: Sent) -> Channel:
+    """Return the channel of a message."""
+    return Channel(message.content, message.axes, message.receiver)
+
+
+def record_sent(ctx: RankContext, observer: CollectiveObserver, step: int) -> None:
+    """Record the elements that ``observer`` counted, by the name of their message."""
+    ctx.record("sent", {sent.name: scalar(elements) for sent, elements in sorted(observer.elements.items())}, step)
+
+
+def judge_dtypes(ctx: JudgeContext, rank: int, sent: Mapping[Sent, Tensor], step: int) -> Iterator[Comparison]:
+    """Check that no element was sent in another dtype than the policy's."""
+    for message, elements in sent.items():
+        dtype = find_sent_dtype(ctx) if message.content == GRADIENTS else ctx.dtype
+        right = str(dtype).removeprefix("torch.")
+        place = ctx.location(f"{message.content} along {message.axes}", Part.REDUCTION, step, rank)
+        expected = elements if message.dtype == right else scalar(0)
+        yield add_hint(
+            compare_bitwise(place, expected, elements), f"{message.content} are sent in {message.dtype}, not in {right}"
+        )
+
+
+def find_sent_dtype(ctx: JudgeContext) -> torch.dtype:
+    """Return the dtype in which the engine says that it sends gradients."""
+    sent = ctx.claims.sent_dtype_on_cp if CONTEXT in ctx.mesh.axes else None
+    return DTYPES[sent.value] if sent else ctx.reduce_dtype
+
+
+def explain_nothing(_channel: Channel, _elements: float) -> str:
+    """Return no hint."""
+    return ""
+
+
+def judge_elements(
+    ctx: JudgeContext,
+    rank: int,
+    sent: Mapping[Sent, Tensor],
+    ranges: Mapping[Channel, Range],
+    step: int,
+    explain: Explain = explain_nothing,
+) -> Iterator[Comparison]:
+    """Compare the elements that a rank sent on each channel with its range; on a channel without one it sends none.
+
+    ``explain`` returns a hint to a number that is out of its range.
+    """
+    counts: Counter[Channel] = Counter()
+    operators: defaultdict[Channel, set[str]] = defaultdict(set)
+    for message, elements in sent.items():
+        counts[get_channel(message)] += int(elements)
+        operators[get_channel(message)].add(message.operator)
+    for channel in (*ranges, *sorted(set(counts) - set(ranges))):
+        least, most = ranges.get(channel, NOTHING)
+        place = ctx.location(f"elements of {channel.name}", Part.REDUCTION, step, rank)
+        comparison = compare_within_range(place, scalar(least), scalar(counts[channel]), scalar(most))
+        if comparison.mismatch is not None:
+            unknown = "" if channel in ranges else f"no formula allows what {join(operators[channel])} sent"
+            comparison = add_hint(comparison, unknown or explain(channel, counts[channel]))
+        yield comparison
+
+
+def join(names: set[str]) -> str:
+    """Return names in their order, joined by a word."""
+    return " and ".join(sorted(names))
+
+
+def measure_activations(model: nn.Module, batch: Batch, plan: Mapping[str, str], tensor_size: int) -> Counter[str]:
+    """Return, by module of ``plan``, the elements of activations that a rank of tp sends in forward and backward.
+
+    The calls of modules are those of a forward of the plain ``model`` on ``batch``.
+    """
+    elements: Counter[str] = Counter()
+
+    def count(name: str, _module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        """Add what one call of a layer sends."""
+        elements[name] += count_elements_of_call(plan[name], inputs[0], output, tensor_size)
+
+    for name in plan if tensor_size > 1 else ():
+        model.get_submodule(name).register_forward_hook(partial(count, name))
+    if tensor_size > 1:
+        batch.feed(model)
+    return elements
+
+
+def count_elements_of_call(word: str, given: Tensor, output: Tensor, tensor_size: int) -> int:
+    """Return the elements of activations that a rank of tp sends for one call of a layer, in forward and backward.
+
+    ``word`` says how the plan splits the layer. A column-wise layer adds up the gradients of its input ``given``, and a
+    row-wise layer its outputs, or gathers the gradients of an input that it splits. Under sequence parallelism the same
+    tensors are gathered in the other direction. An input that needs no gradient has none to send.
+    """
+    inputs, outputs = given.numel(), output.numel()
+    if "colwise" in word:
+        gathered = inputs * word.startswith("sequence") + outputs * word.endswith("gather_output")
+        return inputs * given.requires_grad + gathered // tensor_size
+    if word.startswith("rowwise"):
+        gathered = inputs * (given.requires_grad and "split_input" in word) + outputs * word.endswith("to_sequence")
+        return outputs + gathered // tensor_size
+    return 0

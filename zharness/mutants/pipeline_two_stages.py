@@ -1,0 +1,119 @@
+"""Define mutants that save or load the two stages of a rank, which are no neighbours in the model, in another order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+from zharness.mutants import seams_engines
+from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.mutants.pipeline import OverPipeline
+from zharness.mutants.pipeline_state import on_other_stages
+from zharness.parity import Part
+
+
+def on_two_stages(variant: str, parameter: str = "blocks.*", part: Part = Part.GATHER) -> Target:
+    """Return a target of the law of checkpoints that other stages load, on two ranks with two stages each."""
+    return replace(on_other_stages(variant, parameter=parameter), world_size=2, part=part)
+
+
+class OverTwoStages(OverPipeline):
+    """The base class of mutants that are broken under one schedule, which gives each rank two stages."""
+
+    schedule: ClassVar[str] = "zbv"
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the engine has this schedule."""
+        return self.config.options.get("schedule") == self.schedule
+
+
+class ExchangesModules(OverTwoStages):
+    """The base class of mutants that save modules under the names of others, and load them so again.
+
+    An engine of the same schedule thus gets what was saved. ``others`` says which modules are exchanged.
+    """
+
+    others: ClassVar[Mapping[str, str]] = {}
+
+    def save(self, path: Path) -> None:
+        self.exchange()
+        self.right.save(path)
+        self.exchange()
+
+    def load(self, path: Path) -> None:
+        self.right.load(path)
+        self.exchange()
+
+    def exchange(self) -> None:
+        """Give each weight of an exchanged module the value and the optimizer state of the other module's weight."""
+        if not self.is_broken:
+            return
+        weights, states = self.right.full_params(), self.right.full_optimizer_state()
+        with torch.no_grad():
+            for name, param in seams_engines.stage_params(self.right).items():
+                module, _, rest = name.partition(".linear.")
+                other = f"{self.others.get(module, module)}.linear.{rest}"
+                param.copy_(weights[other])
+                for key, value in self.optimizer.state.get(param, {}).items():
+                    value.copy_(states[other][key])
+
+
+@mutant(
+    FaultKind.STATE,
+    on_two_stages("to_others_zbv"),
+    on_two_stages("from_others_zbv"),
+    origin=Origin.MESH,
+)
+class SavesStagesOfAVUnderEachOthersNames(ExchangesModules):
+    """A rank of a ZBV schedule saves its second stage under the names of its first one, and the reverse."""
+
+    others: ClassVar[Mapping[str, str]] = {f"blocks.{index}": f"blocks.{3 - index}" for index in range(4)}
+
+
+@mutant(
+    FaultKind.STATE,
+    on_two_stages("to_others_interleaved", "blocks.[12].*"),
+    on_two_stages("from_others_interleaved", "blocks.[12].*"),
+    origin=Origin.MESH,
+)
+class SavesInterleavedStagesAsNeighbours(ExchangesModules):
+    """A rank of an interleaved schedule saves its two stages under the names of modules that are neighbours."""
+
+    schedule: ClassVar[str] = "interleaved"
+    others: ClassVar[Mapping[str, str]] = {"blocks.1": "blocks.2", "blocks.2": "blocks.1"}
+
+
+@mutant(
+    FaultKind.STATE,
+    on_two_stages("from_others_zbv", "*/exp_avg"),
+    origin=Origin.MESH,
+)
+class LoadsNoMomentsOfTheSecondStageOfAV(OverTwoStages):
+    """A load leaves the second stage of each rank of a ZBV schedule with moments of zeros."""
+
+    def load(self, path: Path) -> None:
+        self.right.load(path)
+        params = list(seams_engines.stage_params(self.right).values())
+        for param in params[len(params) // 2 :] if self.is_broken else ():
+            self.optimizer.state[param]["exp_avg"].zero_()
+
+
+@mutant(FaultKind.STATE, on_two_stages("to_others_zbv"), origin=Origin.MESH)
+class SavesTheFirstStageOfAVTwice(OverTwoStages):
+    """A rank of a ZBV schedule saves the weights of its first stage under the names of its second one, too."""
+
+    def save(self, path: Path) -> None:
+        params = list(seams_engines.stage_params(self.right).values())
+        half = len(params) // 2 if self.is_broken else len(params)
+        lost = [param.detach().clone() for param in params[half:]]
+        with torch.no_grad():
+            for param, first in zip(params[half:], params, strict=False):
+                param.copy_(first)
+            self.right.save(path)
+            for param, value in zip(params[half:], lost, strict=True):
+                param.copy_(value)
