@@ -33,10 +33,10 @@ from zharness.workload.model_lookup import explain_uneven_parts
 # integers, and nothing else, so that the model stays exact. Every parameter has a momentum.
 LAST_BIAS_STEPS = OptimizerSpec("sgd", {"lr": 0.0, "momentum": 0.5}, groups=(GroupSpec("[dl]*.bias", {"lr": 4.0}),))
 MESHES = tuple(map(Mesh.parse, ("", "tp2", "tp4", "rep2", "rep2,tp2", "cp2", "ep1", "ep2", "ep4")))
-# Adam's state contains a tensor like SGD's momentum, so that variants of SGD load on fewer meshes. So do two models:
-# ``heads`` is split as they are, and torch derives for each mesh and shape anew how to split an operation.
+# Adam's state contains a tensor like SGD's momentum, so that variants of SGD load on fewer meshes. So do models with two
+# heads, which not every mesh can split: torch derives for each mesh and shape anew how to split an operation.
 FEW_MESHES = tuple(map(Mesh.parse, ("", "tp2", "ep1", "ep2")))
-MODELS_ON_FEW_MESHES = ("exact", "sequence")
+MODELS_ON_FEW_MESHES = ("heads", "sequence")
 TO_OTHERS, FROM_OTHERS = "to_others", "from_others"
 FIRST_GROUP_HINT = "its step used the options of the first parameter group, in which it is not"
 ADAM = "_adam"  # the end of the names of variants that step with Adam, the state that universal checkpoints have

@@ -73,9 +73,8 @@ class LoadsTheFirstCopyAlone(LoadsOnMesh):
 
 @mutant(
     FaultKind.STATE,
-    # Other variants and models load on no mesh with so many ranks of tp.
-    replace(on_other_mesh(model="heads"), variant="to_others_adam"),
-    replace(on_other_mesh(model="heads", mesh=REP2), variant="to_others_adam"),
+    replace(on_other_mesh(), variant="to_others_adam"),  # the variants of SGD load on no mesh of two such axes
+    replace(on_other_mesh(mesh=REP2), variant="to_others_adam"),
     on_other_mesh(mesh="tp4", to=False),
     origin=Origin.MESH,
 )
