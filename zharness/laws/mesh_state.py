@@ -33,8 +33,8 @@ from zharness.workload.model_lookup import explain_uneven_parts
 # integers, and nothing else, so that the model stays exact. Every parameter has a momentum.
 LAST_BIAS_STEPS = OptimizerSpec("sgd", {"lr": 0.0, "momentum": 0.5}, groups=(GroupSpec("[dl]*.bias", {"lr": 4.0}),))
 MESHES = tuple(map(Mesh.parse, ("", "tp2", "tp4", "rep2", "rep2,tp2", "cp2", "ep1", "ep2", "ep4")))
-# Adam's state contains a tensor like SGD's momentum, so that variants of SGD load on fewer meshes. So do models with two
-# heads, which not every mesh can split: torch derives for each mesh and shape anew how to split an operation.
+# Adam's state contains a tensor like SGD's momentum, so that variants of SGD load on fewer meshes. So do models with
+# two heads, which not every mesh can split: torch derives for each mesh and shape anew how to split an operation.
 FEW_MESHES = tuple(map(Mesh.parse, ("", "tp2", "ep1", "ep2")))
 MODELS_ON_FEW_MESHES = ("heads", "sequence")
 TO_OTHERS, FROM_OTHERS = "to_others", "from_others"
