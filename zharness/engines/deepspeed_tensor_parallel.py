@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zharness.engines.deepspeed_round_robin import RoundRobinLinks
-from zharness.engines.deepspeed_tensors import DeepSpeedTensorReader
+from zharness.engines.deepspeed_tensors import DeepSpeedTensorReader, find_common
 from zharness.engines.protocol import EngineConfig, Feature, Piece
 from zharness.errors import ConfigError, EngineContractError
 from zharness.mesh import TENSOR, Mesh
@@ -125,6 +125,9 @@ class SplitTensorReader(DeepSpeedTensorReader):
             name: {key: self._gather_one(name, value) if value.dim() else value for key, value in state.items()}
             for name, state in super().optimizer_state().items()
         }
+
+    def _find_common(self, keys: set[str]) -> set[str]:
+        return find_common(super()._find_common(keys), self.tensor_group)
 
     def state_dict(self, module: nn.Module) -> dict[str, Tensor]:
         """Return the full ``module.state_dict()``; the names of a tied weight share one tensor."""

@@ -252,12 +252,22 @@ class DeepSpeedTensorReader:
         """Return the full optimizer state of ``param`` at stages 1 and 2, from the flat partitions of all ranks."""
         # Not safe_get_full_optimizer_state: stages 1 and 2 link states to parameters once, after the first group has
         # stepped, so that function raises for parameters of every other group.
-        flat = self._flat_masters()[self._position(param)[0]]
-        state = self.engine.optimizer.optimizer.state[flat]
-        elementwise = {
-            key: self._assemble_state(param, value) for key, value in state.items() if _is_shaped_like(value, flat)
-        }
-        return {**elementwise, **_scalar_states(state)}
+        group = self._position(param)[0]
+        flat = self._flat_masters()[group]
+        zero = self.engine.optimizer.optimizer
+        state = zero.state[flat]
+        keys = {key for key, value in state.items() if _is_shaped_like(value, flat)}
+        if zero.param_groups[group].get("use_muon"):
+            keys = self._find_common(keys)
+        return {**{key: self._assemble_state(param, state[key]) for key in sorted(keys)}, **_scalar_states(state)}
+
+    def _find_common(self, keys: set[str]) -> set[str]:
+        """Return the keys that all ranks have over which states are gathered. This is a collective.
+
+        Muon's momentum has the elements of all matrices that reach into a partition. On some ranks alone these are, by
+        chance, as many as the partition has, where they are others.
+        """
+        return find_common(keys, self.data_group)
 
     def _assemble_state(self, param: Any, flat_state: Tensor) -> Tensor:
         """Return one optimizer state of ``param`` in its original shape, from the elements that each rank owns."""
@@ -300,6 +310,13 @@ class DeepSpeedTensorReader:
         ranks: list[dict[str, Piece | None]] = [{} for _ in range(dist.get_world_size())]
         dist.all_gather_object(ranks, local)
         return {name: tuple(piece for rank in ranks if (piece := rank[name]) is not None) for name in local}
+
+
+def find_common(keys: set[str], group: Any) -> set[str]:
+    """Return the keys that all ranks of ``group`` have. This is a collective."""
+    views: list[set[str]] = [set() for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(views, keys, group=group)
+    return set.intersection(*views)
 
 
 def local_piece(param: Any) -> Piece | None:

@@ -55,6 +55,7 @@ from zharness.mutants import (  # noqa: F401 - each module registers its mutants
     mesh_experts_steps,
     mesh_experts_wire,
     mesh_later_steps,
+    mesh_loss_scale,
     mesh_norms,
     mesh_not_finite,
     mesh_precision,

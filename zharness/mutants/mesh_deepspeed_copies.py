@@ -30,7 +30,7 @@ class OverLastRank(Around):
     """The base class of mutants that are wrong on the last rank of ``axis``."""
 
     over = "deepspeed"
-    stages = (0, 1, 2)
+    stages: ClassVar[tuple[int, ...]] = (0, 1, 2)
     axis: ClassVar[str] = TENSOR
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:

@@ -231,4 +231,4 @@ class AveragesTheMeansOfExpertRanks(OverExperts):
         """Return the gradient of this rank's output, in which its tokens count as much as those of every other rank."""
         own, total = (grad.any(dim=-1).sum().to(grad.dtype) for _ in range(2))
         dist.all_reduce(total)
-        return grad * total / (own * dist.get_world_size())
+        return grad * total / (own.clamp(min=1) * dist.get_world_size())

@@ -64,8 +64,8 @@ class KeepsTheLastMicroBatchAlone(OverMesh):
 
 @mutant(
     FaultKind.SCALE,
-    on_token_loss("tokens", REP2),
-    on_token_loss("tokens"),
+    on_token_loss("tokens", REP2, Part.LOCAL_GRADIENT),
+    on_token_loss("tokens", part=Part.LOCAL_GRADIENT),
     origin=Origin.MESH,
 )
 class AveragesTheMeansOfRanks(OverMesh):
@@ -76,13 +76,12 @@ class AveragesTheMeansOfRanks(OverMesh):
         self.losses: list[Tensor] = []
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        counts = [*map(count_tokens, (*self.losses, loss))]
-        if not all(counts):
+        if not find_targets(loss):
             self.right.backward(loss, retain_graph=retain_graph)
             return
         self.losses.append(loss)
         if len(self.losses) == self.config.accumulation_steps:
-            own, total = (loss.new_tensor(float(sum(counts))) for _ in range(2))
+            own, total = (loss.new_tensor(float(sum(map(count_tokens, self.losses)))) for _ in range(2))
             dist.all_reduce(total)
             for each in self.losses:
                 self.right.backward(each * total / (own * dist.get_world_size()))
@@ -90,9 +89,14 @@ class AveragesTheMeansOfRanks(OverMesh):
 
 
 def count_tokens(loss: Tensor) -> int:
-    """Return the number of tokens that count in a cross-entropy, or 0 for another loss."""
+    """Return the number of tokens that count in a cross-entropy."""
+    return sum(int((target != PADDING).sum()) for target in find_targets(loss))
+
+
+def find_targets(loss: Tensor) -> list[Tensor]:
+    """Return the targets of the cross-entropies of which ``loss`` is made."""
     targets = (getattr(node, "_saved_target", None) for node in walk_graph(loss.grad_fn))
-    return sum(int((target != PADDING).sum()) for target in targets if target is not None and target.dim() == 1)
+    return [target for target in targets if target is not None and target.dim() == 1]
 
 
 def walk_graph(node: Any) -> Iterator[Any]:

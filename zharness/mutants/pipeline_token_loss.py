@@ -18,9 +18,9 @@ from zharness.parity import Part
 from zharness.workload.exact_tokens import PADDING
 
 
-def on_token_loss(variant: str, part: Part = Part.REDUCTION, world_size: int = 2) -> Target:
+def on_token_loss(variant: str, world_size: int = 2) -> Target:
     """Return a target of the law of a loss over tokens."""
-    return on_pipeline(part, "token_chain", law="pipeline.token_loss", variant=variant, world_size=world_size)
+    return on_pipeline(Part.REDUCTION, "token_chain", law="pipeline.token_loss", variant=variant, world_size=world_size)
 
 
 def count_tokens(target: Tensor) -> float:
@@ -81,7 +81,7 @@ class CountsPaddingAsTokens(WeighsTokens):
         return lambda _target: factor
 
 
-@mutant(FaultKind.CONTRIBUTION, on_token_loss("1f1b", Part.ACCUMULATION), origin=Origin.MESH)
+@mutant(FaultKind.CONTRIBUTION, on_token_loss("1f1b", world_size=4), origin=Origin.MESH)
 class LosesMicroBatchesOfOneToken(WeighsTokens):
     """A micro-batch of which a single token counts has no gradient."""
 

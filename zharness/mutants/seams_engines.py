@@ -308,6 +308,11 @@ def deepspeed_optimizer(engine: DeepSpeedEngine) -> torch.optim.Optimizer:
     return found
 
 
+def autocast_scaler(engine: DeepSpeedEngine) -> Any:
+    """Return the torch.amp.GradScaler of this rank under torch_autocast in fp16 above stage 0, or None."""
+    return getattr(engine._engine.optimizer, "torch_autocast_gradscaler", None)
+
+
 def partitioned_state(engine: DeepSpeedEngine) -> list[Any]:
     """Return the optimizer state of each partition that this rank has above ZeRO's stage 0."""
     return list(engine._engine.optimizer.optimizer.state.values())

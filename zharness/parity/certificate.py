@@ -10,7 +10,7 @@ bitwise equal to a run in float64. In a cell whose products are in TF32, every f
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -114,11 +114,54 @@ def certify_exact_model(
 ) -> Exactness:
     """Return the answer of ``certify_exactness`` for a model with integer weights, without the cache."""
     terms = baseline.data_size * len(steps) * repeats
-    micro_batches = ((rank, step) for rank in range(baseline.data_size) for step in steps)
-    if not is_power_of_two(terms) or all(
-        is_locally_exact(baseline, *position, terms, dtype, loss, params) for position in micro_batches
-    ):
-        return division_exactness(terms)
+    batches = ((baseline.batch(rank, step), loss) for rank in range(baseline.data_size) for step in steps)
+    division = division_exactness(terms)
+    return certify_sums(baseline, batches, dtype, terms * terms, params) if division else division
+
+
+def certify_multiples(
+    baseline: Baseline, batches: Iterable[tuple[Batch, Objective]], dtype: torch.dtype, terms: int
+) -> Exactness:
+    """Return the answer of ``certify_exactness`` for losses that are multiplied by the ``terms`` of the mean.
+
+    The gradient of each batch is ``terms`` times that of its objective, over a power of two, which needs no bits.
+    """
+    if not baseline.spec.exact:
+        return Exactness(False)
+    division = multiple_division_exactness(terms, dtype)
+    return certify_sums(baseline, batches, dtype, terms * find_odd_part(terms)) if division else division
+
+
+def find_odd_part(number: int) -> int:
+    """Return the largest odd divisor of ``number``."""
+    return number // (number & -number)
+
+
+@lru_cache(maxsize=64)
+def multiple_division_exactness(terms: int, dtype: torch.dtype) -> Exactness:
+    """Return whether a division by ``terms`` of each of its multiples is exact, also as a product with 1 / ``terms``.
+
+    DDP multiplies: in float32 7 x n times the rounded 1 / 7 is not n for every n, but 3 x n times 1 / 3 is.
+    """
+    if is_power_of_two(terms):
+        return Exactness(True)
+    odd = find_odd_part(terms)
+    numbers = torch.arange(1, 2 ** SIGNIFICAND_BITS[dtype] // odd + 1, dtype=torch.float32).to(dtype)
+    if torch.equal(odd * numbers * torch.tensor(1 / odd, dtype=dtype), numbers):
+        return Exactness(True)
+    return Exactness(False, f"a mean of {terms} terms is not exact: a product with 1 / {terms} rounds multiples of it")
+
+
+def certify_sums(
+    baseline: Baseline,
+    batches: Iterable[tuple[Batch, Objective]],
+    dtype: torch.dtype,
+    factor: int,
+    params: Mapping[str, Tensor] | None = None,
+) -> Exactness:
+    """Return whether no sum of a batch, also if it is ``factor`` times as large, is rounded in any order."""
+    if all(is_locally_exact(baseline, batch, factor, dtype, loss, params) for batch, loss in batches):
+        return Exactness(True)
     name = str(dtype).removeprefix("torch.")
     if baseline.products is Float32Products.TF32 and dtype is torch.float32:
         return Exactness(
@@ -138,19 +181,20 @@ certify_exact_model_cached = lru_cache(maxsize=1024)(
 
 def is_locally_exact(
     baseline: Baseline,
-    rank: int,
-    step: int,
-    terms: int,
+    batch: Batch,
+    factor: int,
     dtype: torch.dtype,
     loss: Objective,
     params: Mapping[str, Tensor] | None = None,
 ) -> bool:
-    """Return whether neither one rank's gradients nor a sum of ``terms`` such gradients is rounded in any order."""
-    batch = baseline.batch(rank, step)
+    """Return whether no sum of one rank's gradients, also if it is ``factor`` times as large, is rounded.
+
+    In a mean of n terms the factor is n x n: a sum has n gradients, and a term is an integer over n times the samples.
+    """
     samples = len(batch.inputs)
     if not is_power_of_two(samples):
         return False
-    return bound_partial_sums(baseline, batch, loss, params) * samples * terms * terms < 2.0 ** SIGNIFICAND_BITS[dtype]
+    return bound_partial_sums(baseline, batch, loss, params) * samples * factor < 2.0 ** SIGNIFICAND_BITS[dtype]
 
 
 def bound_partial_sums(

@@ -1,0 +1,119 @@
+"""Define the law mesh.loss_scale: an overflow on one rank leaves one loss scale, and the same weights, on all ranks.
+
+The laws of precision say what the scale must be. torch's GradScaler, which an engine may have on each rank, looks for
+an overflow in the gradients of its rank alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import nn
+
+from zharness.engines.protocol import Engine, Feature
+from zharness.law_kit.hints import add_hint
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.law import Variant
+from zharness.law_kit.rank_context import RankContext, scalar
+from zharness.laws.mesh import mesh_law
+from zharness.laws.precision.common import SGD
+from zharness.laws.precision.grad_scaler import SCALER_SETTINGS, Overflow, run_overflowing_forward
+from zharness.mesh import AXES
+from zharness.parity import Comparison, Part, compare_bitwise, compare_ranks
+
+OVERFLOW, GOOD = STEPS = range(2)
+FP16, AUTOCAST = "fp16", "autocast"
+
+
+def observe_scale(ctx: RankContext) -> None:
+    """Make a step whose gradients overflow on the last rank alone, and a good one; record scales and weights."""
+    engine = ctx.build_engine(optimizer=SGD, options=SCALER_SETTINGS[ctx.variant].options)
+    for step in STEPS:
+        ctx.record_weights(engine, step)
+        backward_with_overflow(ctx, engine, step, step == OVERFLOW and ctx.rank == ctx.world_size - 1)
+        ctx.record("grads", engine.full_grads(), step)
+        engine.step()
+        engine.zero_grad()
+        scale = engine.observe().loss_scale
+        ctx.record("scale", {"scale": scalar(scale if isinstance(scale, float) else -1.0)}, step)
+    ctx.record_weights(engine, len(STEPS))
+    engine.close()
+
+
+def backward_with_overflow(ctx: RankContext, engine: Engine, step: int, overflows: bool) -> None:
+    """Run forward and backward; if ``overflows``, a part of this rank's gradients is infinite, and nothing else is.
+
+    No hook sees the gradients of sharded weights, which an engine with a scale of its own may have.
+    """
+    factor = 1 / SCALER_SETTINGS[ctx.variant].initial  # so that nothing else overflows
+    if ctx.variant == FP16:
+        batch, part = ctx.batch(step), Overflow.PART if overflows else Overflow.NONE
+        output = run_overflowing_forward(engine, batch.inputs, part, ctx.variant)
+        ctx.backward(engine, ctx.spec.loss(output, batch.target), step, factor=factor)
+        return
+    loss = ctx.loss(engine, step)
+    hooks = [overflow_one_matrix(engine.module)] if overflows else []
+    ctx.backward(engine, loss, step, factor=factor)
+    for hook in hooks:
+        hook.remove()
+
+
+def overflow_one_matrix(module: nn.Module) -> torch.utils.hooks.RemovableHandle:
+    """Let infinity be the gradient of a matrix: of an expert, if the model has some, or of the first layer."""
+    weights = {name: param for name, param in module.named_parameters() if name.endswith("weight")}
+    chosen = next((param for name, param in weights.items() if "experts." in name), weights["first.weight"])
+    handle: torch.utils.hooks.RemovableHandle = chosen.register_hook(  # type: ignore[no-untyped-call]
+        partial(torch.full_like, fill_value=torch.inf)
+    )
+    return handle
+
+
+def judge_scale(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Compare the loss scale between ranks after each step, and the weights with those from before the overflow.
+
+    The first gradients are not finite, and the second ones are, or nothing was tested.
+    """
+    for step in STEPS:
+        grads = ctx.rank_records("grads", step)[0].values()
+        place = ctx.location("finiteness of gradients", Part.REDUCTION, step)
+        finite = all(bool(grad.isfinite().all()) for grad in grads)
+        yield compare_bitwise(place, scalar(step == GOOD), scalar(finite))
+        scales = [float(record["scale"]) for record in ctx.rank_records("scale", step)]
+        for comparison in compare_ranks(ctx.location("loss scale", Part.OPTIMIZER, step), [*map(scalar, scales)]):
+            axes = " and ".join(find_unequal_axes(ctx, scales))
+            yield add_hint(comparison, f"ranks along {axes} have loss scales of their own")
+    before, after = ctx.rank_records("params", OVERFLOW)[0], ctx.rank_records("params", len(STEPS))
+    for rank, weights in enumerate(ctx.rank_records("params", GOOD)):
+        for name, weight in before.items():
+            comparison = compare_bitwise(ctx.location(name, Part.OPTIMIZER, OVERFLOW, rank), weight, weights[name])
+            yield add_hint(comparison, "a step with an overflow changed it")
+    moved = any(not torch.equal(weight, after[0][name]) for name, weight in before.items())
+    yield compare_bitwise(ctx.location("moved weights", Part.OPTIMIZER, GOOD), scalar(True), scalar(moved))
+    for name in before:
+        yield from compare_ranks(ctx.location(name, Part.OPTIMIZER, GOOD), [weights[name] for weights in after])
+
+
+def find_unequal_axes(ctx: JudgeContext, scales: list[float]) -> list[str]:
+    """Return the axes along which some rank has another scale than the first one of them."""
+
+    def is_unequal(axis: str) -> bool:
+        """Return whether a scale differs along ``axis``."""
+        first = [ctx.mesh.rank_at_start(axis, rank, ctx.world_size) for rank in range(ctx.world_size)]
+        return any(scale != scales[start] for scale, start in zip(scales, first, strict=True))
+
+    return [axis for axis in ctx.mesh.axes if is_unequal(axis)] or [axis for axis in AXES if is_unequal(axis)]
+
+
+LAWS = (
+    mesh_law(
+        "loss_scale",
+        "an overflow on one rank alone leaves the weights of all ranks as they are, and one loss scale on all of them",
+        observe_scale,
+        judge_scale,
+        models=("mixed",),
+        variants=(Variant(FP16, (Feature.LOSS_SCALER,)), Variant(AUTOCAST, (Feature.AUTOCAST_SCALER,))),
+        kept_because="the only law that compares loss scales along the axes of a mesh",
+    ),
+)
