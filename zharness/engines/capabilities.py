@@ -226,6 +226,7 @@ class Capabilities:
     - ``sent_dtype_on_cp`` has the option by which gradients are sent in another dtype on a mesh with the axis cp, and
       its value; it is None if they are sent in the reduce dtype there.
     - ``plan_words`` are the words of a model's ``tp_plan`` that the engine can apply; if empty, all.
+    - ``whole_plan_words`` are those of layers that the engine leaves whole, which gives the same numbers.
     - ``whole_mesh`` is the reason why the named axes of the mesh must take all ranks, so that none are left over for
       data parallelism; it is empty if ranks may be left over.
     - ``engine_windows`` is the reason why the engine owns an accumulation window only if backward is called through
@@ -266,6 +267,7 @@ class Capabilities:
     data_options_on: Mapping[str, frozenset[str]] = field(default_factory=dict)
     sent_dtype_on_cp: SentDtype | None = None
     plan_words: frozenset[str] = frozenset()
+    whole_plan_words: frozenset[str] = frozenset()
     whole_mesh: str = ""
     engine_windows: str = ""
     form: CallForm = CallForm.FORWARD_AND_BACKWARD

@@ -141,6 +141,7 @@ CAPABILITIES = Capabilities(
     # communication_data_type, which has no effect on cp.
     sent_dtype_on_cp=SentDtype("seq_parallel_communication_data_type", "fp32"),
     plan_words=frozenset(LAYER_SPECS),
+    whole_plan_words=frozenset(word for word, spec in LAYER_SPECS.items() if spec["partition_type"] == "skip"),
 )
 
 

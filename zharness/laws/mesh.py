@@ -23,6 +23,7 @@ from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Law, MeshSupport, Variant
 from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_step, judge_step
 from zharness.law_kit.other_norms import Spans, list_owned_spans
+from zharness.law_kit.owners import count_owners
 from zharness.law_kit.rank_context import RankContext, scalar
 from zharness.law_kit.record_comparisons import compare_initial_weights
 from zharness.law_kit.split_sums import compare_split_grads
@@ -134,6 +135,7 @@ def observe_replicas(ctx: RankContext) -> None:
     Beside the full tensors, which may be gathered, this rank's shards are recorded, if the engine hands them out.
     """
     engine = ctx.build_engine(optimizer=MOMENTUM_SGD)
+    ctx.record("stage", {"stage": scalar(ctx.config.stage)})
     ctx.train(engine, step=0)
     record_replicas(ctx, engine, "gradients", engine.full_grads())
     engine.step()
@@ -196,13 +198,14 @@ def compare_shards(
 
 
 def judge_owners(ctx: JudgeContext, name: str, tensor: Tensor, owned: Sequence[Spans]) -> Iterator[Comparison]:
-    """Check that each element of a parameter is owned, by equally many ranks."""
+    """Check that each element of a parameter is owned by as many ranks as the axes of the mesh leave it whole on."""
     owners = torch.zeros(tensor.numel())
     for start, stop in (span for spans in owned for span in spans):
         owners[start:stop] += 1
-    yield compare_bitwise(
-        ctx.location(name, Part.GATHER), torch.full_like(owners, max(1.0, float(owners.max()))), owners
-    )
+    stage = int(ctx.rank_records("stage")[0]["stage"])
+    expected = torch.full_like(owners, count_owners(ctx, stage, name, tensor.shape))
+    hint = "this is the number of ranks that own the element by layout()"
+    yield add_hint(compare_bitwise(ctx.location(name, Part.GATHER), expected, owners), hint)
 
 
 def compare_replicas(
