@@ -64,6 +64,7 @@ from zharness.mutants import (  # noqa: F401 - each module registers its mutants
     mesh_stand_ins,
     mesh_state,
     mesh_token_loss,
+    mesh_unsplit,
     mesh_windows,
     mesh_wire,
     momentum,
