@@ -83,11 +83,15 @@ STAGE_3_REFUSES: dict[Feature, str] = {
         "collectives there than on its peers; it has no function of its own for clipping"
     ),
 }
-REPLICATE_REFUSES = dict.fromkeys(
-    (Feature.CALLER_ACCUMULATION, Feature.SUM),
-    "'optimizer.zero_grad()' must be invoked 'every forward-backward optimization cycle to prevent successive in-place "
-    "gradient buffer reductions from corrupting previously accumulated gradients' (set_model_auto_sync, on HSDP)",
-)
+REPLICATE_REFUSES: dict[Feature, str] = {
+    **dict.fromkeys(
+        (Feature.CALLER_ACCUMULATION, Feature.SUM),
+        "'optimizer.zero_grad()' must be invoked 'every forward-backward optimization cycle to prevent successive "
+        "in-place gradient buffer reductions from corrupting previously accumulated gradients' (set_model_auto_sync, "
+        "on HSDP)",
+    ),
+    Feature.RESHARD: "stage 0, the only other one here, cannot step with an outer axis (_get_fsdp_tensor_spec)",
+}
 KEEP_FIRST_STEP = "keep_first_step"
 VARIANTS = {
     "first_step_kept": EngineOption(

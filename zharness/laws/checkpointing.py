@@ -221,6 +221,7 @@ LAWS = (
         accumulation,
         "checkpointed micro-batches accumulate to the sum of their gradients",
         Feature.TENSOR_BACKWARD,
+        Feature.CALLER_ACCUMULATION,
         kept_because="checkpointed regions over several micro-batches",
     ),
     checkpointing_law(
