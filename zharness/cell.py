@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from zharness.errors import UsageError
 from zharness.mesh import DEFAULT_MESH, Mesh
+from zharness.names import ID_FORM
 
 # float32 with factors of products rounded to 11 bits: a setting of the GPU, which no tensor has as its dtype.
 TF32 = "tf32"
-ID_FORM = "{law}[ENGINE-zeroSTAGE-wRANKS.MESH-DTYPE-MODEL-{variant}]"  # of a cell on a mesh, with a variant of its law
 _ID = re.compile(
     r"(?P<law>\w+\.\w+)\[(?P<engine>[^\[\]{}]+?)(?:\{(?P<engine_variant>[^\[\]{}]+)\})?"
     r"-zero(?P<stage>\d+)-w(?P<world_size>\d+)(?:\.(?P<mesh>[a-z_]+\d+(?:\.[a-z_]+\d+)*))?-(?P<dtype>[a-z]+\d+)"

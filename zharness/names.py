@@ -9,10 +9,10 @@ from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
 
-from zharness.cell import ID_FORM
 from zharness.errors import UsageError, find_close_names
 
 STAGES = (0, 1, 2, 3)
+ID_FORM = "{law}[ENGINE-zeroSTAGE-wRANKS.MESH-DTYPE-MODEL-{variant}]"  # of a cell on a mesh, with a variant of its law
 
 
 @cache
