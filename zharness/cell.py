@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from zharness.errors import UsageError
 from zharness.mesh import DEFAULT_MESH, Mesh
+from zharness.names import ID_FORM
 
 # float32 with factors of products rounded to 11 bits: a setting of the GPU, which no tensor has as its dtype.
 TF32 = "tf32"
@@ -86,8 +87,10 @@ class Cell:
             names_several = not {"*", "?"}.isdisjoint(text)
             remedy = f"; to run several cells, give {laws!r} and options such as --engine, --stage and --mesh"
             raise UsageError(
-                f"not a cell id: {text!r}; expected group.law[engine-zeroS-wN-dtype-model], "
-                "for example training.grads[reference-zero3-w2-fp32-mlp]" + remedy * names_several
+                f"not a cell id: {text!r}; expected {ID_FORM.format(law='LAW', variant='VARIANT')}, where .MESH and "
+                "-VARIANT may be missing, for example training.grads[reference-zero3-w2-fp32-mlp]"
+                + remedy
+                * names_several
             )
         fields = match.groupdict()
         return cls(

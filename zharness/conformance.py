@@ -8,6 +8,7 @@ from typing import Any
 
 from zharness.engines import EngineFactory
 from zharness.errors import UsageError
+from zharness.mesh import Mesh
 from zharness.releases.rank_environment import prepare_rank_environment
 from zharness.run.arguments import require_at_least, require_names, require_tuples
 from zharness.run.plan import Request, choose_patterns, plan
@@ -29,6 +30,7 @@ def check_engine(
     dtypes: StringTuple = ("fp32",),
     models: StringTuple = (),
     variant: str = "",
+    mesh: str = "",
 ) -> Callable[[Record], None]:
     """Return a pytest test of the engine ``factory(model, config)``, with one case for each law, model and stage.
 
@@ -37,14 +39,16 @@ def check_engine(
 
     ``factory`` is a function or class at the top level of a module, or an engine's name, which may name a release
     (``deepspeed==0.18.8``). ``laws`` are patterns; ``checks`` is an older name of this parameter. An empty tuple
-    selects all values; for ``stages``, all stages that the engine claims. Raises UsageError if ranks cannot
-    import the factory, or if both ``laws`` and ``checks`` are given.
+    selects all values; for ``stages``, all stages that the engine claims. ``mesh`` has the axes of parallelism beside
+    data parallelism, as the option ``--mesh`` takes them (``"tp2"``). Raises UsageError if ranks cannot import the
+    factory, if both ``laws`` and ``checks`` are given, or for a mesh that is no axes with their sizes.
     """
     import pytest
 
     from zharness.run.pytest_cells import describe_problem
 
-    require_request_types(laws, checks, stages, world_sizes, dtypes, models, variant)
+    require_request_types(laws, checks, stages, world_sizes, dtypes, models, variant, mesh)
+    Mesh.parse(mesh)  # raises UsageError
 
     @pytest.mark.cells(
         importable_engine_name(factory),
@@ -54,6 +58,7 @@ def check_engine(
         models=models,
         stages=stages,
         variant=variant,
+        mesh=mesh,
     )
     def test_the_law_holds(record: Record) -> None:
         """Fail with the cause and the command that runs the cell again, unless the law holds as expected."""
@@ -72,30 +77,32 @@ def run_laws(
     dtypes: StringTuple = ("fp32",),
     models: StringTuple = (),
     variant: str = "",
+    mesh: str = "",
     timeout: float = 60.0,
 ) -> list[Record]:
     """Run the cells of ``check_engine`` without pytest, and return the record of every cell.
 
     ``record.is_expected`` tells whether the outcome of a cell is expected. Call this function before any tensor
     operation of this process, because ranks are forked from this process. ``timeout`` is the time limit for the ranks
-    of one cell, in seconds. Raises UsageError for a factory, law, stage, dtype or model that does not exist, or if both
-    ``laws`` and ``checks`` are given.
+    of one cell, in seconds. Raises UsageError for a factory, law, stage, dtype or model that does not exist, for a mesh
+    that the engine does not claim or that does not fit the world, or if both ``laws`` and ``checks`` are given.
     """
-    require_request_types(laws, checks, stages, world_sizes, dtypes, models, variant)
+    require_request_types(laws, checks, stages, world_sizes, dtypes, models, variant, mesh)
     require_at_least(1, timeout=timeout)
     name = importable_engine_name(factory)
-    request = Request(choose_patterns(laws, checks), (name,), stages, world_sizes, dtypes, models, variant)
+    axes = (stages, world_sizes, dtypes, models, variant)
+    request = Request(choose_patterns(laws, checks), (name,), *axes, mesh=Mesh.parse(mesh))
     with Runner({name: prepare_rank_environment(name)}, timeout, isolation=Isolation.POOLED) as runner:
         return [runner.run(planned) for planned in plan(request, runner.claims)]
 
 
 def require_request_types(
-    laws: Any, checks: Any, stages: Any, world_sizes: Any, dtypes: Any, models: Any, variant: Any
+    laws: Any, checks: Any, stages: Any, world_sizes: Any, dtypes: Any, models: Any, variant: Any, mesh: Any
 ) -> None:
     """Raise UsageError for an argument of ``check_engine`` or ``run_laws`` that has another type."""
     require_tuples(str, laws=laws, checks=checks, dtypes=dtypes, models=models)
     require_tuples(int, stages=stages, world_sizes=world_sizes)
-    require_names(variant=variant)
+    require_names(variant=variant, mesh=mesh)
 
 
 def importable_engine_name(factory: EngineFactory | str) -> str:

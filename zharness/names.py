@@ -12,6 +12,7 @@ from functools import cache
 from zharness.errors import UsageError, find_close_names
 
 STAGES = (0, 1, 2, 3)
+ID_FORM = "{law}[ENGINE-zeroSTAGE-wRANKS.MESH-DTYPE-MODEL-{variant}]"  # of a cell on a mesh, with a variant of its law
 
 
 @cache
@@ -24,11 +25,20 @@ def require_laws(patterns: Sequence[str], laws: Collection[str]) -> None:
     """Raise UsageError for a pattern that matches none of ``laws``."""
     for pattern in patterns:
         if not any(matches_pattern(name, pattern) for name in laws):
+            refuse_law_variant(pattern, laws)
             groups = list(dict.fromkeys(name.partition(".")[0] for name in laws))
             names_a_law = bool(pattern.partition(".")[2].strip("*"))
             known = [*groups, *laws] if not names_a_law and find_close_names(pattern, groups) else laws
             remedy = "`zharness list laws` prints every law; a pattern may use * and may name a group"
             raise UsageError.unknown_name("law", pattern, known, remedy)
+
+
+def refuse_law_variant(pattern: str, laws: Collection[str]) -> None:
+    """Raise UsageError for the name of a law with a variant behind it, which only the id of a cell can name."""
+    law, _, variant = pattern.partition("-")
+    if variant and law in laws:
+        example = ID_FORM.format(law=law, variant=variant)
+        raise UsageError(f"unknown law {pattern!r}; a variant of {law} is named in the id of a cell, as in {example!r}")
 
 
 def require_law(name: str, laws: Collection[str]) -> None:

@@ -57,8 +57,8 @@ CUDA_INIT_SOURCE = pytest.StashKey[str]()  # on the config: the file whose impor
 
 
 MARKERS = (
-    'cells(engine, world_sizes=(2,), dtypes=("fp32",), laws=(), models=(), stages=(), variant=""): parametrize the '
-    "fixture `cell` with every planned cell of an engine",
+    'cells(engine, world_sizes=(2,), dtypes=("fp32",), laws=(), models=(), stages=(), variant="", mesh=""): '
+    "parametrize the fixture `cell` with every planned cell of an engine",
     "world_size(2, 4): run the test and its fixtures on 2 ranks, then on 4 ranks",
     'isolation("fresh" or "pooled", group="kept", "new" or "none"): run this test on new ranks or on reused ones, and '
     "with a reused, a new or no process group; overrides --isolation",

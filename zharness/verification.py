@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from zharness.errors import UsageError
+from zharness.mesh import Mesh
 from zharness.releases.rank_environment import prepare_rank_environment
 from zharness.report.failures import render_failures, render_summary
 from zharness.report.matrix import render_matrix
@@ -88,6 +89,7 @@ def verify(
     timeout: float = 300.0,
     jobs: int = 0,
     ignore_memory_limit: bool = False,
+    mesh: str = "",
 ) -> Verification:
     """Check ``engine`` on your model against every law that applies to any model.
 
@@ -103,20 +105,22 @@ def verify(
     a checkout. ``steps`` is the number of optimizer steps of the law model.configured. ``only`` are names or patterns
     of laws, if not all of them are to run. ``timeout`` is the time limit for the ranks of one law, in seconds. ``jobs``
     is the number of laws that run at the same time; 0 selects as many as fit into memory. ``ignore_memory_limit`` runs
-    a model that seems too large.
+    a model that seems too large. ``mesh`` has the axes of parallelism beside data parallelism, as the option ``--mesh``
+    of `zharness model` takes them (``"tp2"``).
 
     Ranks are forks of this process: call this function before CUDA is initialised. Raises UsageError, before any law
     runs, for a model that cannot be judged, does not fit into memory, or draws numbers that torch.manual_seed does not
-    determine, and for a configuration that the engine refuses.
+    determine, and for a configuration or a mesh that the engine refuses.
     """
     if is_rank():
         raise UsageError("verify() starts its own ranks, so call it in a script or in a test without ranks")
-    require_names(engine=engine)
+    require_names(engine=engine, mesh=mesh)
     require_tuples(int, stages=stages)
     require_integers(world_size=world_size, steps=steps, jobs=jobs)
     require_tuples(str, only=only)
     require_at_least(1, steps=steps, timeout=timeout)
     require_at_least(0, jobs=jobs)
+    axes_of_mesh = Mesh.parse(mesh)
     began = time.monotonic()
     options = RunOptions(timeout=timeout, jobs=jobs, isolation=Isolation.POOLED)
     name = register_model(model, batch, loss)
@@ -124,7 +128,7 @@ def verify(
     try:
         config_name = resolve_config_name(config)
         check_request = ModelCheckRequest(
-            name, config_name, engine, stages, world_size, dtype, steps, only, ignore_memory_limit
+            name, config_name, engine, stages, world_size, dtype, steps, only, ignore_memory_limit, axes_of_mesh
         )
         records = check_model(check_request, options, lambda: None, prepare_rank_environment)
     finally:

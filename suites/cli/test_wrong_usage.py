@@ -48,6 +48,7 @@ WRONG: dict[str, tuple[str, ...]] = {
     "check traning.grads": ("unknown law 'traning.grads'", "did you mean 'training.grads'?", "zharness list laws"),
     "check trajectory": ("unknown law 'trajectory'", "did you mean 'training.trajectory'?"),
     "check 'trainig.*'": ("unknown law 'trainig.*'", "did you mean 'training'"),
+    "check mesh.dropout-masks": ("a variant of mesh.dropout is named in the id of a cell", "-DTYPE-MODEL-masks]'"),
     "check nonsense": ("unknown law 'nonsense'", "allowed: training.grads", "in all)"),
     "check --model mpl": ("unknown model 'mpl'", "did you mean 'mlp'?", "zharness list models"),
     "check --dtype bf61": ("unknown dtype 'bf61'", "did you mean 'bf16'? Allowed: fp32"),
@@ -69,7 +70,10 @@ WRONG: dict[str, tuple[str, ...]] = {
     "hunt depspeed": ("unknown engine 'depspeed'", "did you mean 'deepspeed'?"),
     "bisect deepsped training.grads --good 1 --bad 2": ("did you mean 'deepspeed'?",),
     "repro 999999": ("unknown reproduction '999999'", "zharness list repros"),
-    "export nonsense": ("not a cell id: 'nonsense'", "expected group.law[engine-zeroS-wN-dtype-model]"),
+    "export nonsense": (
+        "not a cell id: 'nonsense'",
+        "expected LAW[ENGINE-zeroSTAGE-wRANKS.MESH-DTYPE-MODEL-VARIANT]",
+    ),
     "shrink 'training.grad[ddp-zero0-w2-fp32-mlp]'": ("did you mean 'training.grads'?",),
     # numbers
     "check --stage 7": ("unknown stage '7'", "allowed: 0, 1, 2, 3"),
@@ -88,6 +92,12 @@ WRONG: dict[str, tuple[str, ...]] = {
     "check --timeout 0": ("0.0 is not in the range",),
     # combinations
     "check torch_func --model transformer": ("nothing to run", "zharness list"),
+    "check mesh.norm --model exact": ("the laws (mesh.norm) need a mesh, such as --mesh rep2;", "`zharness docs mesh`"),
+    "check mesh.norm --engine torch_tp": (
+        "got torch_tp with no mesh on 2 ranks; expected a mesh that takes all ranks, such as",
+    ),
+    "check mesh.norm --engine fsdp2 --mesh ''": ("the laws (mesh.norm) need a mesh, such as --mesh tp2;",),
+    "check mesh.norm --engine fsdp2 --mesh tp3": ("the mesh tp3 has 3 ranks or a multiple", "world size 2 is not"),
     "check mesh.training --engine deepspeed --mesh cp3 --world-size 3": (
         "the mesh cp3 splits none of the models of these laws",
         "the 4 tokens of a sequence of the model context cannot be split over cp3",
@@ -106,6 +116,10 @@ WRONG: dict[str, tuple[str, ...]] = {
     f"check '{CELL}' --engine ddp": ("got --engine beside the id of a cell", "leave the option out"),
     "check training.grads --changed main": ("--changed and --reach need each other",),
     f"model {TINY} --mesh tp2": ("reference does not claim the axis tp", "dp_replicate"),
+    f"model {ODD}:raises --mesh tp2": ("reference does not claim the axis tp",),  # before the model is built
+    f"model {ODD}:raises --mesh rep3": ("the mesh rep3 has 3 ranks or a multiple",),
+    f"model {ODD}:wrong_width --engine torch_tp --mesh tp2": ("ships no plan for the axis tp", "without --mesh"),
+    f"model {TINY} --engine deepspeed --mesh ep2": ("has no plan for the axis ep; of a model of your own, tp alone",),
     f"model {TINY} --only backward": ("nothing to run", "none of the laws (backward) applies"),
     # a repeated option
     "check mesh --mesh tp2 --mesh=pp2": ("got --mesh 2 times; expected it once", "once for each value"),
@@ -122,7 +136,7 @@ WRONG: dict[str, tuple[str, ...]] = {
     "check --engine ./my_engine.py:MyEngine": ("named package.module:factory, as Python imports it",),
     "check --engine my_engine": ("unknown engine 'my_engine'", "an engine of your own is named package.module:factory"),
     "check --engine reference,ddp": ("name one engine at a time: --engine reference --engine ddp",),
-    "check 'training.grads[reference-zero3-w2-fp32-mlp'": ("not a cell id", "expected group.law[engine-zeroS"),
+    "check 'training.grads[reference-zero3-w2-fp32-mlp'": ("not a cell id", "expected LAW[ENGINE-zeroSTAGE"),
     "check 'training.grads[reference-zero3-w2-fp32]'": ("not a cell id", "for example training.grads["),
     "check 'parameters.*[deepspeed-zero2-w2.ep2-*]'": ("not a cell id", "give 'parameters.*' and options"),
     "mutants --law 'training.grad[s]'": ("not a cell id",),

@@ -64,6 +64,13 @@ def test_steps_after_the_end_of_the_schedule_keep_its_last_factor(engine: str) -
     assert [record.verdict for record in found.records] == [Verdict.PASS], found.table()
 
 
+def test_a_library_call_splits_a_module_by_its_own_plan() -> None:
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2))
+    model.tp_plan = {"0": "colwise", "2": "rowwise"}  # type: ignore[assignment]  # as on models of transformers
+    found = zharness.verify(model, rows(6), score, engine="torch_tp", mesh="tp2", only=("training.sgd_step",), jobs=1)
+    assert [(record.cell.mesh.label, record.verdict) for record in found.records] == [("tp2", Verdict.PASS)]
+
+
 def rows(number: int) -> tuple[Tensor]:
     return (torch.arange(number * 5.0).remainder(7).view(number, 5),)
 

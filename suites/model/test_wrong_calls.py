@@ -58,6 +58,15 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "law of run_laws": (lambda: zharness.run_laws("ddp", laws=("training.grad",)), "did you mean 'training.grads'"),
     "dtype of run_laws": (lambda: zharness.run_laws("ddp", dtypes=("fp99",)), "unknown dtype 'fp99'; allowed: fp32"),
     "size of run_laws": (lambda: zharness.run_laws("ddp", world_sizes=2), r"such as world_sizes=\(2,\)"),
+    "mesh": (verify(mesh="tp2"), "reference does not claim the axis tp of the mesh; axes that it claims: dp_replicate"),
+    "size of the mesh": (verify(mesh="rep3"), "the mesh rep3 has 3 ranks or a multiple, which the world size 2 is not"),
+    "form of a mesh": (lambda: zharness.check_engine("fsdp2", mesh="2"), "got '2' in the mesh '2'; expected an axis"),
+    "no text as mesh": (
+        lambda: zharness.check_engine("fsdp2", mesh=("tp2",)),
+        "; expected a string",
+    ),
+    "mesh of run_laws": (lambda: zharness.run_laws("fsdp2", mesh="tp3"), "tp3 has 3 ranks or a multiple"),
+    "axis of run_laws": (lambda: zharness.run_laws("ddp", mesh="tp2"), "ddp does not claim the axis tp of the mesh"),
     "time of run_laws": (lambda: zharness.run_laws("ddp", timeout=0), "got timeout=0; expected a number"),
 }
 
@@ -80,6 +89,7 @@ WRONG_FILES = {
         "test_laws = zharness.check_engine('ddp', stages=(3,))",
         "unknown stage of engine 'ddp': '3'; allowed: 0",
     ),
+    "mesh": ("test_laws = zharness.check_engine('fsdp2', mesh='tp3')", "the mesh tp3 has 3 ranks or a multiple"),
     "no_rank": ("@pytest.mark.world_size(0)\ndef test_it(): pass", "world_size(0): expected one or more different"),
     "text": ("@pytest.mark.world_size('2')\ndef test_it(): pass", "as in @pytest.mark.world_size(2, 4)"),
 }

@@ -73,6 +73,19 @@ def test_laws_run_without_pytest_and_under_an_engine_variant() -> None:
     assert record.verdict is Verdict.PASS, record.cause
 
 
+def test_laws_run_on_a_mesh_with_and_without_pytest(tmp_path: Path) -> None:
+    options = {"laws": ("mesh.norm",), "models": ("exact",), "stages": (0,), "mesh": "tp2"}
+    records = zharness.run_laws("torch_tp", **options)
+    assert "mesh.norm[torch_tp-zero0-w2.tp2-fp32-exact]" in [record.cell.id for record in records]
+    assert all(record.verdict is Verdict.PASS for record in records), [record.cause for record in records]
+    text = f"import zharness\n\ntest_laws = zharness.check_engine('torch_tp', **{options})\n"
+    (tmp_path / "test_mesh.py").write_text(text, encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = programs.run("-m", "pytest", "-v", "-p", "no:cacheprovider", folder=tmp_path, environment=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert all(f"test_laws[{record.cell.id}] PASSED" in done.stdout for record in records), done.stdout
+
+
 def test_a_factory_that_ranks_cannot_import_is_refused() -> None:
     with pytest.raises(
         UsageError, match=r"ranks cannot import the factory .*; expected a function or class at the top level"

@@ -25,6 +25,20 @@ def needs_mesh(law: Law) -> bool:
     )
 
 
+def require_mesh_for_laws(patterns: Sequence[str], capabilities: Capabilities) -> None:
+    """Raise UsageError if all laws of ``patterns`` need a mesh, and name one on which the engine can run them."""
+    laws = find_laws(tuple(patterns))
+    if not all(map(needs_mesh, laws)):
+        return
+    axes = sorted(capabilities.mesh_axes, key=lambda axis: (axis != TENSOR, axis))
+    can_run = axes and any(law.form is capabilities.form for law in laws)
+    example = f", such as --mesh {Mesh(((axes[0], 2),)).label}" if can_run else ""
+    raise UsageError(
+        f"there is nothing to run: the laws ({', '.join(patterns)}) need a mesh{example}; `zharness docs mesh` lists "
+        "the axes of each engine"
+    )
+
+
 def applies_to_model(law: Law, model: str, mesh: Mesh) -> bool:
     """Return whether ``law`` names ``model`` of the workload, or the one that ``model`` stands in for on ``mesh``.
 
@@ -81,9 +95,9 @@ def explain_missing_plan(model: str, mesh: Mesh, stages_per_rank: int = 1) -> st
     unknown model.
     """
     if is_user_model(model):  # its plan is read when it is built
-        parts = {PIPELINE: "plan of modules that pp can split", EXPERT: "layer of experts that ep can split"}
-        parts[CONTEXT] = "plan of its attention, whose sequence cp can split"
-        return next((f"the model of {model} has no {part}" for axis, part in parts.items() if axis in mesh.axes), "")
+        unplanned = [axis for axis in (PIPELINE, EXPERT, CONTEXT) if axis in mesh.axes]
+        only = "of a model of your own, tp alone takes a plan, the one that transformers ships with it"
+        return f"the model of {model} has no plan for the axis {unplanned[0]}; {only}" if unplanned else ""
     spec, stages = model_spec(model), stages_per_rank * mesh.size(PIPELINE)
     if PIPELINE in mesh.axes and len(spec.pp_plan) < stages:
         return f"the model {model} has no plan of {stages} modules or more that pp can split"

@@ -19,8 +19,8 @@ from zharness.mesh import DEFAULT_MESH, TENSOR, Mesh
 from zharness.run import PlannedCell, Record, Request, Runner, plan
 from zharness.run.check_loop import RunOptions, collect_records, run_cells
 from zharness.run.configuration import configuration_for, configuration_on, explain_ignored_key, is_config_file
+from zharness.run.mesh_claims import require_mesh
 from zharness.run.model_facts import (
-    SEED,
     ModelFacts,
     build_and_close_engine,
     describe_model_run,
@@ -34,7 +34,7 @@ from zharness.run.model_files import (
     format_file_bytes,
     measure_free_space,
 )
-from zharness.run.model_limits import describe_uneven_ranks, skip_unjudgeable
+from zharness.run.model_limits import describe_uneven_ranks, find_unsplit_parts, skip_unjudgeable
 from zharness.run.model_memory import (
     IGNORE_OPTION,
     ModelSize,
@@ -46,7 +46,6 @@ from zharness.run.model_memory import (
 )
 from zharness.run.plan import ClaimsLookup, select_stages, validate_request
 from zharness.run.record import RecordFile
-from zharness.workload.shipped_plans import describe_unsplit_parts
 
 OpenSink = Callable[[], RecordFile | None]
 ReportStatus = Callable[[str], None]
@@ -162,18 +161,20 @@ def check_model_on(
     """Run the laws of one model on runners that earlier models may have used; see ``check_model``."""
     request = check_request.build_request()
     validate_request(request)
+    (first,) = lanes.take(1)
+    require_claimed_mesh(request, first.claims)
     report_status(
         f"{check_request.model}: building it, running it twice in plain PyTorch, and building {check_request.engine} "
         "around it"
     )
     report_configuration(check_request, report_status)
-    (first,) = lanes.take(1)
     ignore_limit = check_request.ignore_memory_limit
     is_calibrated = needs_calibration(request, first.claims)
     estimate = require_estimated_to_fit(first, request, is_calibrated, ignore_limit, report_status)
     lanes.import_ahead(estimate.modules)
     (first,) = lanes.take(1)
     request = choose_nearest_stage(request, check_request, first.claims, report_status)
+    report_unsplit_parts(first, request, ignore_limit, report_status)
     facts: ModelFacts = first.call_in_judge(
         measure_model,
         check_request.model,
@@ -192,7 +193,6 @@ def check_model_on(
     if file_problem:
         report_status(file_problem)
     request = announce_unused_parameters(request, facts, first.claims, report_status)
-    report_unsplit_parts(first, request, report_status)
     if facts.uneven_parameters:
         report_status(f"{check_request.model}: {describe_uneven_ranks(facts)}")
     cells = plan_model_cells(request, check_request, facts, first.claims)
@@ -225,6 +225,12 @@ def report_configuration(check_request: ModelCheckRequest, report_status: Report
         report_status(f"{check_request.config}: {key} is ignored: {explain_ignored_key(key)}")
     for notice in config.notices:
         report_status(f"{check_request.config}: {notice}")
+
+
+def require_claimed_mesh(request: Request, claims: ClaimsLookup) -> None:
+    """Raise UsageError, before the model is built, if the engine does not claim the mesh."""
+    (engine,) = request.engines
+    require_mesh(engine, request.mesh, request.world_sizes, claims(engine, select_stages(engine, (), claims)[0]))
 
 
 def choose_nearest_stage(
@@ -299,12 +305,17 @@ def announce_unused_parameters(
     return replace(request, engine_variant=option)
 
 
-def report_unsplit_parts(runner: Runner, request: Request, report_status: ReportStatus) -> None:
-    """Say which parts of the model's own plan for the axis tp stay whole on each rank."""
+def report_unsplit_parts(
+    runner: Runner, request: Request, ignore_memory_limit: bool, report_status: ReportStatus
+) -> None:
+    """Say which parts of the model's own plan for the axis tp stay whole on each rank.
+
+    Raises UsageError, before the model runs, if it has no such plan.
+    """
     if TENSOR not in request.mesh.axes:
         return
     (model,) = request.models
-    unsplit: str = runner.call_in_judge(describe_unsplit_parts, model, SEED)
+    unsplit: str = runner.call_in_judge(find_unsplit_parts, model, request, ignore_memory_limit)
     if unsplit:
         report_status(f"{model}: whole on every rank of tp, because no engine here splits them: {unsplit}")
 

@@ -25,7 +25,14 @@ from zharness.run.claimed_pairs import describe_uncoverable_pairs
 from zharness.run.configuration import cell_setting, is_config_file, load_configuration
 from zharness.run.covering import Axes, Covering, Depth, cover_pairs
 from zharness.run.law_variants import leave_out, list_covered_laws, select_models
-from zharness.run.mesh_claims import applies_to_model, needs_mesh, require_any_plan, require_mesh, require_plan
+from zharness.run.mesh_claims import (
+    applies_to_model,
+    needs_mesh,
+    require_any_plan,
+    require_mesh,
+    require_mesh_for_laws,
+    require_plan,
+)
 from zharness.workload.user_model import is_user_model
 from zharness.world.limits import check_world_size
 
@@ -116,6 +123,9 @@ def plan_with_coverage(request: Request, claims: ClaimsLookup) -> Plan:
             f"there is nothing to run: the law set {request.law_set} has none of the laws {', '.join(globs)}; "
             f"`zharness laws diff {request.law_set}` lists what it leaves out"
         )
+    if not cells and not request.mesh.sizes and not any(map(is_user_model, request.models)):
+        (engine, *_), stages = request.engines, request.stages or STAGES
+        require_mesh_for_laws(globs, first_buildable_claims(engine, stages, claims))
     if not cells:
         raise UsageError(
             f"there is nothing to run: none of the laws ({', '.join(request.patterns) or 'all'}) applies to "

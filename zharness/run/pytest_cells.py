@@ -13,6 +13,7 @@ from zharness.cell import parse_integers
 from zharness.engines import Capabilities
 from zharness.engines.warm_up import GetEnvironment
 from zharness.errors import UsageError
+from zharness.mesh import Mesh
 from zharness.pytest_ranks.options import get_option
 from zharness.run.cell_planner import PlannedCell
 from zharness.run.claims import get_claims
@@ -109,12 +110,15 @@ def build_request(
     stages: tuple[int, ...] = (),
     variant: str = "",
     laws: tuple[str, ...] = (),
+    mesh: str = "",
 ) -> Request:
     """Build the request of one marker. ``laws`` are patterns; without a pattern, all laws are run.
 
-    ``checks`` is the older name of ``laws``. Raises UsageError if both are given.
+    ``checks`` is the older name of ``laws``. Raises UsageError if both are given, or for a mesh that is no axes with
+    their sizes.
     """
-    return Request(choose_patterns(laws, checks), (engine,), stages, world_sizes, dtypes, models, variant)
+    axes = (stages, world_sizes, dtypes, models, variant)
+    return Request(choose_patterns(laws, checks), (engine,), *axes, mesh=Mesh.parse(mesh))
 
 
 def narrow_to_engines(requests: list[Request], engine_names: tuple[str, ...]) -> list[Request]:

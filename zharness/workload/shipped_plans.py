@@ -8,7 +8,6 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from zharness.errors import UsageError
-from zharness.workload.model_lookup import model_spec
 from zharness.workload.synchronized_norm import has_synchronized_norm
 
 SHOWN = 4  # paths in a line
@@ -23,8 +22,8 @@ def read_shipped_plan(name: str, model: nn.Module, size: int) -> dict[str, str]:
     patterns = getattr(model, "tp_plan", None)
     if not patterns:
         raise UsageError(
-            f"the model of {name} ships no plan for the axis tp (tp_plan), as many models of transformers do; "
-            "check it without --mesh"
+            f"the model of {name} ships no plan for the axis tp: its attribute tp_plan is missing or empty; check it "
+            "without --mesh"
         )
     if has_synchronized_norm(model):
         raise UsageError(
@@ -58,15 +57,12 @@ def match_patterns(model: nn.Module) -> Iterator[tuple[str, str]]:
                 yield path, word
 
 
-def describe_unsplit_parts(name: str, seed: int) -> str:
-    """Return what of the shipped plan of the model ``name`` every rank keeps whole, or '' if it all is split.
+def describe_unsplit_parts(model: nn.Module) -> str:
+    """Return what of the shipped plan of ``model`` every rank keeps whole, or '' if it all is split.
 
     transformers also plans parameters of experts (``packed_colwise``) and embeddings (``embedding_rowwise``), for which
     engines here have no word. A whole module gives the numbers of a split one, so that nothing else would tell.
     """
-    model = model_spec(name).model(seed)
-    if not getattr(model, "tp_plan", None):
-        return ""
     split = {path for path, module in model.named_modules() if is_splittable(module)}
     matches = match_patterns(model)
     unsplit = [f"{path} ({word})" for path, word in matches if not {path, path.rpartition(".")[0]} & split]
