@@ -65,7 +65,7 @@ def iter_other_norms(ctx: JudgeContext, grads: Gradients) -> Iterator[OtherNorm]
 def iter_norms_along(ctx: JudgeContext, axis: str, grads: Gradients) -> Iterator[OtherNorm]:
     """Yield the norm of what the ranks of each coordinate of ``axis`` have, and the mean of these norms."""
     norms = [
-        OtherNorm.from_grads(f"is the norm of what the ranks of {axis} {at} have", select_part(ctx, ranks, grads))
+        OtherNorm.from_grads(f"is the norm of what the ranks of {axis} {at} have", select_part(ctx, ranks, grads, axis))
         for at, ranks in enumerate(list_coordinates(ctx, axis))
     ]
     yield from norms
@@ -120,16 +120,9 @@ def list_coordinates(ctx: JudgeContext, axis: str) -> list[list[int]]:
 
 
 def count_replicas(ctx: JudgeContext, axis: str, name: str, elements: int) -> int:
-    """Return how many coordinates of ``axis`` have the whole reduced gradient of a parameter in common, or 1.
-
-    Ranks of a sequence, and ranks that split experts, have one gradient of what they share, of which ZeRO may split
-    the memory; what other axes replicate, each of their coordinates owns whole.
-    """
-    coordinates = list_coordinates(ctx, axis)
-    if axis == CONTEXT or (axis == EXPERT and not is_of_expert(ctx, name)):
-        return len(coordinates)
-    owned = [find_spans(ctx, ranks, name, elements) for ranks in coordinates]
-    return max(1, sum(sum(stop - start for start, stop in spans) == elements for spans in owned))
+    """Return how many coordinates of ``axis`` have the whole gradient of a parameter in common, or 1."""
+    spans = [find_spans(ctx, ranks, name, elements, axis) for ranks in list_coordinates(ctx, axis)]
+    return max(1, sum(sum(stop - start for start, stop in each) == elements for each in spans))
 
 
 def is_of_expert(ctx: JudgeContext, name: str) -> bool:
@@ -137,17 +130,25 @@ def is_of_expert(ctx: JudgeContext, name: str) -> bool:
     return name.startswith(tuple(f"{layer}.experts." for layer in ctx.baseline.spec.ep_plan))
 
 
-def select_part(ctx: JudgeContext, ranks: Collection[int], grads: Gradients) -> Gradients:
-    """Return the elements of ``grads`` that any of ``ranks`` owns, each once."""
+def select_part(ctx: JudgeContext, ranks: Collection[int], grads: Gradients, axis: str = "") -> Gradients:
+    """Return the elements of ``grads`` that any of ``ranks``, of a coordinate of ``axis``, has, each once."""
     return {
         f"{name}[{start}:{stop}]": grad.flatten()[start:stop]
         for name, grad in grads.items()
-        for start, stop in find_spans(ctx, ranks, name, grad.numel())
+        for start, stop in find_spans(ctx, ranks, name, grad.numel(), axis)
     }
 
 
-def find_spans(ctx: JudgeContext, ranks: Collection[int], name: str, elements: int) -> list[tuple[int, int]]:
-    """Return the flat elements of a parameter that any of ``ranks`` owns, each once."""
+def find_spans(
+    ctx: JudgeContext, ranks: Collection[int], name: str, elements: int, axis: str = ""
+) -> list[tuple[int, int]]:
+    """Return the flat elements of a parameter that any of ``ranks`` has, each once.
+
+    ``ranks`` are those of a coordinate of ``axis``, if it is given. The coordinates of a sequence have all elements,
+    and so have those of experts, but of the experts: ZeRO splits over such ranks what they have in common.
+    """
+    if axis == CONTEXT or (axis == EXPERT and not is_of_expert(ctx, name)):
+        return [(0, elements)]
     spans: list[tuple[int, int]] = []
     end = 0
     for start, stop in sorted({span for rank in ranks for span in list_owned_spans(ctx, rank, name, elements)}):
