@@ -22,7 +22,7 @@ from zharness.parity import Part
 
 TP2, REP2 = "tp2", "rep2"
 COUNTS_EACH_RANK = " counts what 2 ranks of tp have in common 2 times"
-OF_ONE_COORDINATE = " is the norm of what the ranks of tp 0 have"
+OF_ONE_COORDINATE = " is the norm of what the ranks of tp "
 
 
 def on_mesh(

@@ -14,7 +14,7 @@ from zharness.mutants.mutant import FaultKind, Origin, mutant
 from zharness.parity import Part
 
 COUNTS_EACH_RANK = "counts what 2 ranks of cp have in common 2 times"
-OF_THE_OWN_SHARD = " is the norm of what rank 0 has"
+OF_THE_OWN_SHARD = " is the norm of what rank "
 
 
 class OverSequenceNorm(OverUlysses):

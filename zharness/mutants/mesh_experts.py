@@ -167,7 +167,7 @@ class StepsTheGateByItsOwnGradient(OverExperts):
 @mutant(
     FaultKind.CLIPPING,
     on_experts(law="mesh.norm", parameter="norm", cause="it is the norm of what the ranks of ep 0 have"),
-    on_experts(Part.OPTIMIZER, "mesh.clip", cause=" is the norm of what the ranks of ep 0 have"),
+    on_experts(Part.OPTIMIZER, "mesh.clip", cause=" is the norm of what the ranks of ep "),
     origin=Origin.MESH,
     imitates=deepspeed(8475),
 )
