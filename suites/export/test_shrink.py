@@ -109,6 +109,15 @@ def test_a_failure_is_the_same_on_a_mesh_with_other_coordinates() -> None:
     assert first.detail == ""
 
 
+def test_a_norm_that_counts_replicas_is_the_same_on_a_mesh_with_fewer_axes() -> None:
+    text = "step 0, reduction: norm (seen on rank 0) expected 2, got 4 (1 of 1 elements wrong); it counts "
+    of_tensor, of_copies = (f"what 2 ranks of {axis} have in common 2 times" for axis in ("tp", "dp_replicate"))
+    smaller = extract_failure_signature(Verdict.FAIL, f"{text}{of_tensor}; rank 0 is tp 0")
+    for hint in (f"{of_copies} and {of_tensor}", f"{of_copies}, or {of_tensor}"):
+        assert smaller == extract_failure_signature(Verdict.FAIL, f"{text}{hint}; rank 0 is dp_replicate 0, tp 0")
+    assert smaller != extract_failure_signature(Verdict.FAIL, text.partition("; ")[0])
+
+
 @pytest.mark.exhaustive
 def test_a_failure_on_a_mesh_shrinks_to_the_smallest_mesh_that_shows_it(tmp_path: Path) -> None:
     script = tmp_path / "small.py"

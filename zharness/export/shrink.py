@@ -80,6 +80,8 @@ class FailureSignature:
 
 _PROGRAM_SUFFIX = re.compile(r"(; )?at the end of '([^']*)'$")  # the program that an any_order law appends
 _COORDINATES = re.compile(r"((; )?rank \d+ is [a-z_]+ \d+(, [a-z_]+ \d+)*)+$")  # which a smaller mesh does not have
+# The axes whose ranks a norm counts repeatedly, of which a smaller mesh has fewer.
+_REPLICAS = re.compile(r"what \d+ ranks of \w+ have in common \d+ times(,? (and|or) (?=what))?")
 # Numbers, names with dots or digits, and quoted text, which differ between models.
 _LIST_OF_NAMES = re.compile(r"#(, #)+")  # after the substitution of names by #
 _MODEL_SPECIFIC = re.compile(r"'[^']*'|\"[^\"]*\"|[\w.]*\d[\w.+]*|\w+(?:\.\w+)+")
@@ -90,7 +92,7 @@ def extract_failure_signature(verdict: Verdict, cause: str) -> FailureSignature:
     part = re.match(r"step \d+, ([a-z ]+):", cause)
     if part:
         hint = _COORDINATES.sub("", cause.rpartition("); ")[2]) if "); " in cause else ""
-        hint = _PROGRAM_SUFFIX.sub("", hint)
+        hint = _REPLICAS.sub("", _PROGRAM_SUFFIX.sub("", hint))
         if hint.startswith(STALE_FORWARD_HINT):  # any part of the step that reads a forward's result may show it
             return FailureSignature(verdict, STALE_FORWARD_HINT)
         # "only 1 of 16 elements" cannot be seen in a model with one element.

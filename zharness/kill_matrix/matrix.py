@@ -83,6 +83,7 @@ class KillMatrix:
                     killed_count += 1
                     if not target.named_by(record.divergence, record.cause):
                         expected = f"{target.part.value if target.part else 'no number'} of {target.parameter}"
+                        expected += f" with {target.cause!r}" if target.cause else ""
                         messages.append(
                             f"{record.cell.id}: expected the first divergence in {expected}; got {record.cause}"
                         )

@@ -87,8 +87,10 @@ def hint_clipping_norm(
     if is_close(clip_norm, limit):
         return add_hint(comparison, f"the gradients were not clipped, and their norm is {right_norm:.6g}")
     hint = f"the gradients were clipped by the norm {clip_norm:.6g}, and their norm is {right_norm:.6g}"
-    meaning = next((text for text, norm in iter_other_norms(ctx, grads) if is_close(clip_norm, norm)), "")
-    return add_hint(comparison, f"{hint}; {clip_norm:.6g} is {meaning}" if meaning else hint)
+    if is_close(clip_norm, float(right_norm)):
+        return add_hint(comparison, hint)
+    meaning = next((norm.meaning for norm in iter_other_norms(ctx, grads) if is_close(clip_norm, norm.value)), "")
+    return add_hint(comparison, f"{hint}; {clip_norm:.6g} {meaning}" if meaning else hint)
 
 
 def hint_other_norm(
@@ -102,9 +104,9 @@ def hint_other_norm(
     if comparison.mismatch is None:
         return comparison
     error = total_norm_and_bound(grads)[1]
-    for meaning, norm in iter_other_norms(ctx, grads):
-        if all(each.mismatch is None for each in judge(ClipFactor.from_norm(limit, scalar(norm), error, None))):
-            return add_hint(comparison, f"the gradients were clipped by {norm:.6g}, which is {meaning}")
+    for norm in iter_other_norms(ctx, grads):
+        if all(each.mismatch is None for each in judge(ClipFactor.from_norm(limit, scalar(norm.value), error, None))):
+            return add_hint(comparison, f"the gradients were clipped by {norm.value:.6g}, which {norm.meaning}")
     return comparison
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zharness.law_kit.hints import add_hint
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.other_norms import list_norm_parts
+from zharness.law_kit.other_norms import iter_other_norms
 from zharness.law_kit.training_run import total_norm_and_bound
 from zharness.parity import Comparison, Part, compare_within_bound
 from zharness.parity.bounds import BoundedTensor, gamma
@@ -103,6 +103,17 @@ def hint_scaled_norm(comparison: Comparison, error: Tensor) -> Comparison:
     return comparison
 
 
+def hint_norm_on_mesh(ctx: JudgeContext, comparison: Comparison, grads: Mapping[str, Tensor]) -> Comparison:
+    """Add to a mismatch of the norm of ``grads`` what the norm is on a mesh: of a part, or with replicas repeated."""
+    mismatch = comparison.mismatch
+    if mismatch is None or not ctx.mesh.sizes:
+        return comparison
+    for norm in iter_other_norms(ctx, grads):
+        if norm.value and abs(mismatch.actual - norm.value) <= norm.error:
+            return add_hint(comparison, "; ".join(filter(None, (mismatch.hint, f"it {norm.meaning}"))))
+    return comparison
+
+
 def judge_clip_factor(
     ctx: JudgeContext,
     label: str,
@@ -117,14 +128,16 @@ def judge_clip_factor(
     recorded under ``label``. If an engine clips but reports no norm, the law training.clip_and_norm fails; this
     function then computes the factor within the error of the norm. The bound of the norm allows one more rounding for
     each rank, because DeepSpeed averages the norm over ranks at stage 0. ``suspects`` are other gradients, by the
-    hint for a mismatch if the reported norm is theirs; on a mesh, the parts that a rank has are suspects too.
+    hint for a mismatch if the reported norm is theirs; on a mesh, the norms of ``iter_other_norms`` are suspects too.
     """
     if not ctx.has_record(label):
         return NO_CLIPPING
     norm, error = total_norm_and_bound(grads)
-    parts = list_norm_parts(ctx, grads) if ctx.mesh.sizes else {}
-    parts = {f"it is {text}": part for text, part in parts.items() if part}
-    reported = yield from judge_reported_norm(ctx, label, step, norm, error, {**suspects, **parts})
+
+    def explain(comparison: Comparison) -> Comparison:
+        return hint_norm_on_mesh(ctx, hint_other_norm(comparison, suspects), grads)
+
+    reported = yield from judge_reported_norm(ctx, label, step, norm, error, explain)
     return ClipFactor.from_norm(limit, norm, error, reported)
 
 
@@ -134,16 +147,17 @@ def judge_reported_norm(
     step: int,
     norm: Tensor,
     error: Tensor,
-    suspects: Mapping[str, Mapping[str, Tensor]] = MappingProxyType({}),
+    explain: Callable[[Comparison], Comparison] | None = None,
 ) -> Generator[Comparison, None, Tensor | None]:
     """Check that every rank's norm recorded under ``label`` equals ``norm`` within ``error``, and return rank 0's norm.
 
-    The return value is None if rank 0 recorded no norm.
+    ``explain`` adds a hint to a mismatch. The return value is None if rank 0 recorded no norm.
     """
     reported = [record.get("norm") for record in ctx.rank_records(label, step)]
     for rank, rank_norm in enumerate(reported):
         if rank_norm is not None:
             place = ctx.location("norm", Part.REDUCTION, step, rank)
             comparison = hint_missing_norm(compare_within_bound(place, norm, rank_norm, error))
-            yield hint_other_norm(hint_scaled_norm(comparison, error), suspects)
+            comparison = hint_scaled_norm(comparison, error)
+            yield comparison if explain is None else explain(comparison)
     return reported[0]

@@ -1,49 +1,161 @@
-"""Compute the norms of parts of the gradients, by which engines clip wrongly or which they report."""
+"""Compute other norms than that of all gradients, by which engines clip wrongly or which they report."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
 
+import torch
 from torch import Tensor
 
 from zharness.engines.protocol import Piece
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.training_run import total_norm
+from zharness.law_kit.training_run import total_norm_and_bound
+from zharness.mesh import AXES, CONTEXT, DATA_SHARD, EXPERT
 
 Spans = tuple[tuple[int, int], ...]  # flat elements, each from a start to a stop
 Gradients = Mapping[str, Tensor]
 
 
-def iter_other_norms(ctx: JudgeContext, grads: Gradients) -> Iterator[tuple[str, float]]:
-    """Yield norms by which engines clip wrongly, each with what it is."""
-    of_ranks = {text: float(total_norm(part)) for text, part in list_rank_parts(ctx, grads).items()}
-    yield from of_ranks.items()
-    yield "the mean of the ranks' norms of what each has", sum(of_ranks.values()) / len(of_ranks)
-    yield from ((text, float(total_norm(part))) for text, part in list_shared_part(ctx, grads).items())
+@dataclass(frozen=True)
+class OtherNorm:
+    """A norm by which engines clip wrongly, a bound on its error in an engine, and ``meaning``: what it is or does."""
+
+    meaning: str
+    value: float
+    error: float
+
+    @classmethod
+    def from_grads(cls, meaning: str, grads: Gradients) -> OtherNorm:
+        """Return the norm of ``grads``, which is 0 without any."""
+        norm, error = total_norm_and_bound(grads) if grads else (torch.zeros(()), torch.zeros(()))
+        return cls(meaning, float(norm), float(error))
+
+    @classmethod
+    def from_mean(cls, meaning: str, norms: Sequence[OtherNorm]) -> OtherNorm:
+        """Return the mean of ``norms``."""
+        value, error = (
+            sum(each) / len(norms) for each in zip(*((norm.value, norm.error) for norm in norms), strict=True)
+        )
+        return cls(meaning, value, error)
 
 
-def list_norm_parts(ctx: JudgeContext, grads: Gradients) -> dict[str, Gradients]:
-    """Return the parts of ``grads`` by whose norms engines clip wrongly; the keys say what these norms are."""
-    return {**list_rank_parts(ctx, grads), **list_shared_part(ctx, grads)}
-
-
-def list_rank_parts(ctx: JudgeContext, grads: Gradients) -> dict[str, Gradients]:
-    """Return the elements of ``grads`` that each rank owns; the keys say what their norm is."""
-    return {
-        f"the norm of what rank {rank} has ({ctx.mesh.describe_rank(rank, ctx.world_size)})": {
-            f"{name}[{start}:{stop}]": grad.flatten()[start:stop]
-            for name, grad in grads.items()
-            for start, stop in list_owned_spans(ctx, rank, name, grad.numel())
-        }
+def iter_other_norms(ctx: JudgeContext, grads: Gradients) -> Iterator[OtherNorm]:
+    """Yield norms by which engines clip wrongly: of parts, means of those, and with replicas counted repeatedly."""
+    of_ranks = [
+        OtherNorm.from_grads(
+            f"is the norm of what rank {rank} has ({ctx.mesh.describe_rank(rank, ctx.world_size)})",
+            select_part(ctx, [rank], grads),
+        )
         for rank in range(ctx.world_size)
+    ]
+    yield from of_ranks
+    yield OtherNorm.from_mean("is the mean of the ranks' norms of what each has", of_ranks)
+    if ctx.baseline.spec.ep_plan:
+        shared = {name: grad for name, grad in grads.items() if not is_of_expert(ctx, name)}
+        yield OtherNorm.from_grads("is the norm of all gradients but those of experts", shared)
+    axes = list_axes(ctx)
+    for axis in axes:
+        yield from iter_norms_along(ctx, axis, grads)
+    yield from iter_repeated_norms(ctx, axes, grads)
+
+
+def iter_norms_along(ctx: JudgeContext, axis: str, grads: Gradients) -> Iterator[OtherNorm]:
+    """Yield the norm of what the ranks of each coordinate of ``axis`` have, and the mean of these norms."""
+    norms = [
+        OtherNorm.from_grads(f"is the norm of what the ranks of {axis} {at} have", select_part(ctx, ranks, grads, axis))
+        for at, ranks in enumerate(list_coordinates(ctx, axis))
+    ]
+    yield from norms
+    yield OtherNorm.from_mean(f"is the mean of the norms of what the coordinates of {axis} have", norms)
+
+
+def iter_repeated_norms(ctx: JudgeContext, axes: Sequence[str], grads: Gradients) -> Iterator[OtherNorm]:
+    """Yield norms that count what ranks of an axis have in common once for each of them, and so of several axes.
+
+    Axes of which the norm cannot tell apart share its meaning.
+    """
+    counts = {axis: [count_replicas(ctx, axis, name, grad.numel()) for name, grad in grads.items()] for axis in axes}
+    replicating = [axis for axis in axes if max(counts[axis], default=1) > 1]
+    texts = {
+        axis: f"what {max(counts[axis])} ranks of {axis} have in common {max(counts[axis])} times"
+        for axis in replicating
+    }
+    meanings: dict[tuple[int, ...], list[str]] = {}
+    for size in range(1, len(replicating) + 1):
+        for subset in combinations(replicating, size):
+            times = tuple(map(math.prod, zip(*(counts[axis] for axis in subset), strict=True)))
+            meanings.setdefault(times, []).append(" and ".join(texts[axis] for axis in subset))
+    for times, alternatives in meanings.items():
+        yield OtherNorm.from_grads(f"counts {', or '.join(alternatives)}", repeat_grads(grads, times))
+
+
+def repeat_grads(grads: Gradients, times: Iterable[int]) -> Gradients:
+    """Return each of ``grads`` as often as ``times`` says, without a copy."""
+    return {
+        f"{name}, time {index}": grad
+        for (name, grad), count in zip(grads.items(), times, strict=True)
+        for index in range(count)
     }
 
 
-def list_shared_part(ctx: JudgeContext, grads: Gradients) -> dict[str, Gradients]:
-    """Return ``grads`` without those of experts, if the model has experts; the key says what their norm is."""
-    experts = tuple(f"{layer}.experts." for layer in ctx.baseline.spec.ep_plan)
-    shared = {name: grad for name, grad in grads.items() if not name.startswith(experts)}
-    return {"the norm of all gradients but those of experts": shared} if experts else {}
+def list_axes(ctx: JudgeContext) -> list[str]:
+    """Return the axes of a mesh with named axes along which there are several ranks; that of experts is the last."""
+    if not ctx.mesh.sizes:
+        return []
+    shape, experts = ctx.mesh.shape(ctx.world_size), ctx.mesh.size(EXPERT)
+    # Where experts are split over all ranks of dp_shard, its coordinates are those of ep.
+    sizes = {**shape, DATA_SHARD: 1 if shape[DATA_SHARD] == experts else shape[DATA_SHARD], EXPERT: experts}
+    return [axis for axis in (*AXES, EXPERT) if sizes[axis] > 1]
+
+
+def list_coordinates(ctx: JudgeContext, axis: str) -> list[list[int]]:
+    """Return the ranks of each coordinate of ``axis``."""
+    ranks: dict[int, list[int]] = {}
+    for rank in range(ctx.world_size):
+        ranks.setdefault(ctx.mesh.coordinates(rank, ctx.world_size)[axis], []).append(rank)
+    return [ranks[at] for at in sorted(ranks)]
+
+
+def count_replicas(ctx: JudgeContext, axis: str, name: str, elements: int) -> int:
+    """Return how many coordinates of ``axis`` have the whole gradient of a parameter in common, or 1."""
+    spans = [find_spans(ctx, ranks, name, elements, axis) for ranks in list_coordinates(ctx, axis)]
+    return max(1, sum(sum(stop - start for start, stop in each) == elements for each in spans))
+
+
+def is_of_expert(ctx: JudgeContext, name: str) -> bool:
+    """Return whether a parameter is that of an expert."""
+    return name.startswith(tuple(f"{layer}.experts." for layer in ctx.baseline.spec.ep_plan))
+
+
+def select_part(ctx: JudgeContext, ranks: Collection[int], grads: Gradients, axis: str = "") -> Gradients:
+    """Return the elements of ``grads`` that any of ``ranks``, of a coordinate of ``axis``, has, each once."""
+    return {
+        f"{name}[{start}:{stop}]": grad.flatten()[start:stop]
+        for name, grad in grads.items()
+        for start, stop in find_spans(ctx, ranks, name, grad.numel(), axis)
+    }
+
+
+def find_spans(
+    ctx: JudgeContext, ranks: Collection[int], name: str, elements: int, axis: str = ""
+) -> list[tuple[int, int]]:
+    """Return the flat elements of a parameter that any of ``ranks`` has, each once.
+
+    ``ranks`` are those of a coordinate of ``axis``, if it is given. The coordinates of a sequence have all elements,
+    and so have those of experts, but of the experts: ZeRO splits over such ranks what they have in common.
+    """
+    if axis == CONTEXT or (axis == EXPERT and not is_of_expert(ctx, name)):
+        return [(0, elements)]
+    spans: list[tuple[int, int]] = []
+    end = 0
+    for start, stop in sorted({span for rank in ranks for span in list_owned_spans(ctx, rank, name, elements)}):
+        if stop > end:
+            spans.append((max(start, end), stop))
+            end = stop
+    return spans
 
 
 def list_owned_spans(ctx: JudgeContext, rank: int, name: str, elements: int) -> Spans:

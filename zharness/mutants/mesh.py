@@ -21,6 +21,8 @@ from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
 from zharness.parity import Part
 
 TP2, REP2 = "tp2", "rep2"
+COUNTS_EACH_RANK = " counts what 2 ranks of tp have in common 2 times"
+OF_ONE_COORDINATE = " is the norm of what the ranks of tp "
 
 
 def on_mesh(
@@ -263,7 +265,7 @@ class KeepsSplitGradientsOfTheStepBefore(OverMesh):
             param.grad = grad
 
 
-@mutant(FaultKind.CLIPPING, on_mesh("mesh.norm", parameter="norm"), origin=Origin.MESH)
+@mutant(FaultKind.CLIPPING, on_mesh("mesh.norm", parameter="norm", cause=COUNTS_EACH_RANK), origin=Origin.MESH)
 class NormCountsReplicas(OverMesh):
     """The norm adds the squares of all ranks, so that it counts what tp replicates once for each rank of tp."""
 
@@ -274,7 +276,7 @@ class NormCountsReplicas(OverMesh):
         seams_engines.set_grad_norm(self.right, float(total.sqrt()))
 
 
-@mutant(FaultKind.CLIPPING, on_mesh("mesh.norm", parameter="norm"), origin=Origin.MESH)
+@mutant(FaultKind.CLIPPING, on_mesh("mesh.norm", parameter="norm", cause=OF_ONE_COORDINATE), origin=Origin.MESH)
 class NormOfOneTensorRank(OverMesh):
     """The norm adds squares over the data and not over tp, so that each rank of tp has its own."""
 
@@ -298,7 +300,7 @@ class ClipsSplitWeightsAlone(OverMesh):
                 param.to_local().add_(local_grad(param) - grad)
 
 
-@mutant(FaultKind.CLIPPING, on_mesh("mesh.clip", part=Part.OPTIMIZER), origin=Origin.MESH)
+@mutant(FaultKind.CLIPPING, on_mesh("mesh.clip", part=Part.OPTIMIZER, cause=OF_ONE_COORDINATE), origin=Origin.MESH)
 class ClipsEachTensorRankByItsOwnNorm(OverMesh):
     """Each rank of tp clips by the norm of what it has, and no norm is reported."""
 

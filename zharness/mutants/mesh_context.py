@@ -25,9 +25,10 @@ def on_context(
     parameter: str = "*",
     world_size: int = 2,
     model: str = "context",
+    cause: str = "",
 ) -> Target:
     """Return a target on ranks of which two neighbours split a sequence."""
-    return Target(law, part, model, parameter=parameter, world_size=world_size, mesh="cp2")
+    return Target(law, part, model, parameter=parameter, cause=cause, world_size=world_size, mesh="cp2")
 
 
 ON_TOKENS = on_context(law="mesh.token_loss", model="context_tokens")

@@ -13,6 +13,9 @@ from zharness.mutants.mesh_context import OverUlysses, on_context
 from zharness.mutants.mutant import FaultKind, Origin, mutant
 from zharness.parity import Part
 
+COUNTS_EACH_RANK = "counts what 2 ranks of cp have in common 2 times"
+OF_THE_OWN_SHARD = " is the norm of what rank "
+
 
 class OverSequenceNorm(OverUlysses):
     """The base class of mutants with another norm, by which DeepSpeed clips, and which it reports."""
@@ -29,9 +32,9 @@ class OverSequenceNorm(OverUlysses):
 
 @mutant(
     FaultKind.CLIPPING,
-    on_context(law="mesh.norm", parameter="norm"),
-    on_context(law="mesh.norm", parameter="norm", world_size=4),
-    on_context(Part.OPTIMIZER, "mesh.clip"),
+    on_context(law="mesh.norm", parameter="norm", cause=f"it {COUNTS_EACH_RANK}"),
+    on_context(law="mesh.norm", parameter="norm", world_size=4, cause=f"it {COUNTS_EACH_RANK}"),
+    on_context(Part.OPTIMIZER, "mesh.clip", cause=COUNTS_EACH_RANK),
     origin=Origin.MESH,
 )
 class NormCountsEachRankOfASequence(OverSequenceNorm):
@@ -82,8 +85,8 @@ class ClipsByTheNormOfOnePart(WithoutReportedNorm, OverNormOfParts):
 
 @mutant(
     FaultKind.CLIPPING,
-    on_context(Part.OPTIMIZER, "mesh.clip"),
-    on_context(Part.OPTIMIZER, "mesh.clip", world_size=4),
+    on_context(Part.OPTIMIZER, "mesh.clip", cause=OF_THE_OWN_SHARD),
+    on_context(Part.OPTIMIZER, "mesh.clip", world_size=4, cause=OF_THE_OWN_SHARD),
     origin=Origin.MESH,
 )
 class ClipsByTheNormOfTheOwnShard(WithoutReportedNorm):

@@ -113,7 +113,13 @@ class TheSecondCopyKeepsItsOwnSum(OverCopies):
         self.change_sum_over_copies(keep_own)
 
 
-@mutant(FaultKind.CLIPPING, on_mesh("mesh.norm", parameter="norm", mesh=REP2), origin=Origin.MESH)
+@mutant(
+    FaultKind.CLIPPING,
+    on_mesh(
+        "mesh.norm", parameter="norm", mesh=REP2, cause="it counts what 2 ranks of dp_replicate have in common 2 times"
+    ),
+    origin=Origin.MESH,
+)
 class NormCountsEachCopy(OverCopies):
     """The norm adds the squares of all ranks, so that it counts each element once for each copy."""
 

@@ -74,10 +74,14 @@ class RoundsTheTokensOfTheGate(OverGates):
 
 
 def on_experts(
-    part: Part = Part.REDUCTION, law: str = "mesh.training", parameter: str = "*", world_size: int = 2
+    part: Part = Part.REDUCTION,
+    law: str = "mesh.training",
+    parameter: str = "*",
+    world_size: int = 2,
+    cause: str = "",
 ) -> Target:
     """Return a target on ranks of which two neighbours split four experts."""
-    return Target(law, part, "routed", parameter=parameter, world_size=world_size, mesh="ep2")
+    return Target(law, part, "routed", parameter=parameter, cause=cause, world_size=world_size, mesh="ep2")
 
 
 class OverExperts(Around):
@@ -162,8 +166,8 @@ class StepsTheGateByItsOwnGradient(OverExperts):
 
 @mutant(
     FaultKind.CLIPPING,
-    on_experts(law="mesh.norm", parameter="norm"),
-    on_experts(Part.OPTIMIZER, "mesh.clip"),
+    on_experts(law="mesh.norm", parameter="norm", cause="it is the norm of what the ranks of ep 0 have"),
+    on_experts(Part.OPTIMIZER, "mesh.clip", cause=" is the norm of what the ranks of ep "),
     origin=Origin.MESH,
     imitates=deepspeed(8475),
 )

@@ -8,12 +8,16 @@ import torch
 from torch import nn
 
 from zharness.engines import EngineConfig
-from zharness.mutants.mesh import OverMesh, on_mesh
+from zharness.mutants.mesh import COUNTS_EACH_RANK, OverMesh, on_mesh
 from zharness.mutants.mutant import FaultKind, Origin, mutant
 from zharness.parity import Part
 
 
-@mutant(FaultKind.CLIPPING, on_mesh("mesh.clip_biases", Part.OPTIMIZER, "heads"), origin=Origin.MESH)
+@mutant(
+    FaultKind.CLIPPING,
+    on_mesh("mesh.clip_biases", Part.OPTIMIZER, "heads", cause=COUNTS_EACH_RANK),
+    origin=Origin.MESH,
+)
 class NormCountsBiasesAfterSums(OverMesh):
     """The norm that clips counts the bias of a row-wise layer, which every rank of tp has, once for each of them."""
 

@@ -91,8 +91,8 @@ class Target:
 
     If ``stage`` is None, the cell is at the mutant's first stage. ``part`` is the part of the step with the first wrong
     number, and ``parameter`` is a glob pattern for the name of its parameter. A mutant that raises or breaks the
-    protocol causes no divergence; then ``part`` is None, and ``cause`` is a substring of the cause in the cell's
-    record.
+    protocol causes no divergence; then ``part`` is None. ``cause`` is a substring of the cause in the cell's record,
+    such as the hint of a divergence.
     """
 
     law: str
@@ -108,13 +108,11 @@ class Target:
     setting: str = ""  # the engine's options, window and call of backward, as in a cell's id
 
     def named_by(self, divergence: Mismatch | None, cause: str) -> bool:
-        """Return whether a killed cell has the first divergence that this target expects.
-
-        If the target expects no divergence, ``cause``, the cause in the cell's record, must contain the expected text.
-        """
+        """Return whether a killed cell has the first divergence that this target expects, and the expected cause."""
         if self.part is None or divergence is None:
             return self.part is None and divergence is None and self.cause in cause
-        return divergence.part is self.part and fnmatchcase(divergence.parameter, self.parameter)
+        is_place = divergence.part is self.part and fnmatchcase(divergence.parameter, self.parameter)
+        return is_place and self.cause in cause
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from zharness.parity import Part
 TIED = "blocks.0.linear.weight"
 
 
-def on_norm(part: Part = Part.REDUCTION, model: str = "chain", parameter: str = "norm") -> Target:
+def on_norm(part: Part = Part.REDUCTION, model: str = "chain", parameter: str = "norm", cause: str = "") -> Target:
     """Return a target of the law of the norm over stages."""
-    return on_pipeline(part, model, parameter, law="pipeline.norm")
+    return on_pipeline(part, model, parameter, law="pipeline.norm", cause=cause)
 
 
 def on_resume(part: Part = Part.GATHER, parameter: str = "*", variant: str = "", world_size: int = 2) -> Target:
@@ -57,7 +57,7 @@ class ReportsAnotherNorm(OverPipeline):
         return torch.stack([square(param) for param in seams_engines.stage_params(self.right).values()]).sum()
 
 
-@mutant(FaultKind.CLIPPING, on_norm(), origin=Origin.MESH)
+@mutant(FaultKind.CLIPPING, on_norm(cause="it is the norm of what rank 0 has (pp 0)"), origin=Origin.MESH)
 class NormOfOneStage(ReportsAnotherNorm):
     """Each rank reports the norm of the gradients of its own stages."""
 
@@ -67,7 +67,7 @@ class NormOfOneStage(ReportsAnotherNorm):
 
 @mutant(
     FaultKind.CLIPPING,
-    on_norm(),
+    on_norm(cause="it is the mean of the ranks' norms of what each has"),
     origin=Origin.MESH,
     imitates="https://github.com/deepspeedai/DeepSpeed/issues/8475",
 )
@@ -80,7 +80,11 @@ class AveragesNormsOfStages(ReportsAnotherNorm):
         return float(norm / dist.get_world_size())
 
 
-@mutant(FaultKind.CLIPPING, on_norm(model="tied_chain"), origin=Origin.MESH)
+@mutant(
+    FaultKind.CLIPPING,
+    on_norm(model="tied_chain", cause="it counts what 2 ranks of pp have in common 2 times"),
+    origin=Origin.MESH,
+)
 class NormCountsATiedWeightTwice(ReportsAnotherNorm):
     """The norm adds up the squares of all stages, so that it counts a weight of two stages twice."""
 
