@@ -46,7 +46,7 @@ class PreparedRunner(Runner):
 
     def __init__(self, pooled: Record, fresh: Record, *user_expected_failures: ExpectedFailure) -> None:
         self.seed, self.isolation, self.user_expected_failures = 0, Isolation.POOLED, user_expected_failures
-        self.records = {Isolation.POOLED: pooled, Isolation.POOLED_IF_ALIKE: fresh, Isolation.FRESH: fresh}
+        self.records = {Isolation.POOLED: pooled, Isolation.POOLED_AFTER_ERRORS: fresh, Isolation.FRESH: fresh}
 
     def _run_once(self, cell: Cell, blank_record: Record, options: Mapping[str, Any], isolation: Isolation) -> Record:
         return self.records[isolation]
@@ -154,13 +154,30 @@ def test_a_cell_that_has_to_crash_leaves_the_ranks_of_its_pool_to_other_cells() 
     assert (record.verdict, record.pool_difference) == (Verdict.CRASH, "")
     for on_pooled_ranks in (LEAK, replace(crash, engine_variants=("tiny_buckets",))):
         assert run(ended(Verdict.PASS), crashed, on_pooled_ranks).verdict is Verdict.PASS
-    assert name_pool(CELL, Isolation.POOLED_IF_ALIKE) != name_pool(CELL, Isolation.POOLED) == rank_pool(CELL).name
+    assert name_pool(CELL, Isolation.POOLED_AFTER_ERRORS) != name_pool(CELL, Isolation.POOLED) == rank_pool(CELL).name
 
 
 def test_a_cell_that_does_not_crash_as_expected_runs_again_on_fresh_ranks() -> None:
     """An earlier cell that raised may have left something in the process."""
     runner = PreparedRunner(ended(Verdict.PASS), ended(Verdict.PASS), replace(LEAK, isolation=""))
-    runner.records[Isolation.POOLED_IF_ALIKE] = ended(Verdict.CRASH, "rank 0 raised: KeyError: 0")
+    runner.records[Isolation.POOLED_AFTER_ERRORS] = ended(Verdict.CRASH, "rank 0 raised: KeyError: 0")
     record = runner.run(PlannedCell(CELL))
     assert (record.verdict, bool(record.stale_reason)) == (Verdict.PASS, True)
-    assert "crash on ranks that earlier cells had used, pass on fresh ranks" in record.pool_difference
+    assert record.pool_difference == "", "what an error leaves behind says nothing about the engine"
+
+
+@pytest.mark.parametrize(
+    ("verdict", "signature", "isolation"),
+    [
+        ("crash", "RuntimeError: the mesh", Isolation.POOLED_AFTER_ERRORS),
+        ("crash", "was ended by a signal: SIGABRT", Isolation.FRESH),
+        ("hang", "did not finish", Isolation.FRESH),
+        ("fail", "first.weight", Isolation.POOLED),
+    ],
+)
+def test_cells_that_have_to_raise_share_ranks_and_those_that_end_them_do_not(
+    verdict: str, signature: str, isolation: Isolation
+) -> None:
+    entry = replace(LEAK, isolation="", verdict=verdict, signatures=(signature,))
+    runner = PreparedRunner(ended(Verdict.PASS), ended(Verdict.PASS), entry)
+    assert runner._choose_isolation(ended(Verdict.PASS)) is isolation

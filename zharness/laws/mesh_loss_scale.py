@@ -6,13 +6,15 @@ an overflow in the gradients of its rank alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import partial
 
 import torch
 from torch import nn
 
-from zharness.engines.protocol import Engine, Feature
+from zharness.engines.protocol import Absent, Engine, Feature
+from zharness.errors import EngineContractError
 from zharness.law_kit.hints import add_hint
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Variant
@@ -37,7 +39,9 @@ def observe_scale(ctx: RankContext) -> None:
         engine.step()
         engine.zero_grad()
         scale = engine.observe().loss_scale
-        ctx.record("scale", {"scale": scalar(scale if isinstance(scale, float) else -1.0)}, step)
+        if isinstance(scale, Absent):
+            raise EngineContractError(f"the engine claims a loss scaler, and reports no loss scale: {scale.reason}")
+        ctx.record("scale", {"scale": scalar(scale)}, step)
     ctx.record_weights(engine, len(STEPS))
     engine.close()
 
@@ -81,6 +85,10 @@ def judge_scale(ctx: JudgeContext) -> Iterator[Comparison]:
         finite = all(bool(grad.isfinite().all()) for grad in grads)
         yield compare_bitwise(place, scalar(step == GOOD), scalar(finite))
         scales = [float(record["scale"]) for record in ctx.rank_records("scale", step)]
+        positive = all(0 < scale < math.inf for scale in scales)
+        yield compare_bitwise(
+            ctx.location("positive loss scales", Part.OPTIMIZER, step), scalar(True), scalar(positive)
+        )
         for comparison in compare_ranks(ctx.location("loss scale", Part.OPTIMIZER, step), [*map(scalar, scales)]):
             axes = " and ".join(find_unequal_axes(ctx, scales))
             yield add_hint(comparison, f"ranks along {axes} have loss scales of their own")

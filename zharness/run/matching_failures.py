@@ -108,10 +108,17 @@ def find_pool_failure(
     return next((entry for entry in covering if entry.describes_failure(verdict, cause, details)), None)
 
 
-def has_to_lose_ranks(cell: Cell, version: str, user_failures: Sequence[ExpectedFailure] = ()) -> bool:
-    """Return whether ``cell`` is expected to crash or hang, so that its ranks can run no other cell."""
+def list_crash_entries(
+    cell: Cell, version: str, user_failures: Sequence[ExpectedFailure] = ()
+) -> list[ExpectedFailure]:
+    """Return the expected failures by which ``cell`` has to crash or hang."""
     covering = list_covering_entries(cell, version, user_failures)
-    return any(entry.verdict in LOSES_RANKS and entry.is_stale_on(cell) for entry in covering)
+    return [entry for entry in covering if entry.verdict in LOSES_RANKS and entry.is_stale_on(cell)]
+
+
+def expects_exception(entry: ExpectedFailure) -> bool:
+    """Return whether ranks have to raise an exception, rather than hang or end, which other faults cause as well."""
+    return entry.verdict == "crash" and not any(text in each for each in entry.signatures for text in GENERAL_CAUSES)
 
 
 def find_expected_failure(

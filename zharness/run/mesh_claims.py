@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import cache
 
 from zharness.cell import Cell
@@ -181,6 +181,19 @@ def require_mesh(engine: str, mesh: Mesh, world_sizes: Sequence[int], capabiliti
     for world_size in world_sizes:
         if reason := explain_unclaimed_mesh(engine, mesh, world_size, capabilities):
             raise UsageError(reason)
+
+
+def require_mesh_at_some_stage(
+    engine: str, mesh: Mesh, world_sizes: Sequence[int], claims: Iterable[Capabilities]
+) -> None:
+    """Raise UsageError if ``engine`` can have ``mesh`` at none of the stages that have these ``claims``."""
+    errors = []
+    for capabilities in claims:
+        try:
+            return require_mesh(engine, mesh, world_sizes, capabilities)
+        except UsageError as error:
+            errors.append(error)
+    raise errors[0]
 
 
 def explain_other_form(law: Law, cell: Cell, capabilities: Capabilities) -> str:

@@ -19,7 +19,7 @@ from zharness.mesh import DEFAULT_MESH, TENSOR, Mesh
 from zharness.run import PlannedCell, Record, Request, Runner, plan
 from zharness.run.check_loop import RunOptions, collect_records, run_cells
 from zharness.run.configuration import configuration_for, configuration_on, explain_ignored_key, is_config_file
-from zharness.run.mesh_claims import require_mesh
+from zharness.run.mesh_claims import require_mesh_at_some_stage
 from zharness.run.model_facts import (
     ModelFacts,
     build_and_close_engine,
@@ -230,7 +230,10 @@ def report_configuration(check_request: ModelCheckRequest, report_status: Report
 def require_claimed_mesh(request: Request, claims: ClaimsLookup) -> None:
     """Raise UsageError, before the model is built, if the engine does not claim the mesh."""
     (engine,) = request.engines
-    require_mesh(engine, request.mesh, request.world_sizes, claims(engine, select_stages(engine, (), claims)[0]))
+    known = select_stages(engine, (), claims)
+    stages = [stage for stage in request.stages if stage in known] or known
+    claims_at_stages = (claims(engine, stage) for stage in stages)
+    require_mesh_at_some_stage(engine, request.mesh, request.world_sizes, claims_at_stages)
 
 
 def choose_nearest_stage(

@@ -30,6 +30,7 @@ from zharness.run.mesh_claims import (
     needs_mesh,
     require_any_plan,
     require_mesh,
+    require_mesh_at_some_stage,
     require_mesh_for_laws,
     require_plan,
 )
@@ -203,7 +204,8 @@ def plan_engine_cells(engine: str, request: Request, laws: list[Law], claims: Cl
     """Yield every cell of one engine. Raises UsageError for a stage or variant that the engine does not have."""
     engine_stages = select_stages(engine, request.stages, claims)
     require_variant(engine, request.engine_variant, engine_stages, claims)
-    require_mesh(engine, request.mesh, request.world_sizes, claims(engine, engine_stages[0]))
+    claims_at_stages = (claims(engine, stage) for stage in engine_stages)
+    require_mesh_at_some_stage(engine, request.mesh, request.world_sizes, claims_at_stages)
     for stage in request.stages or engine_stages:
         planner = CellPlanner(claims(engine, stage)) if stage in engine_stages else None
         for law in laws:

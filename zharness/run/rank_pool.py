@@ -49,4 +49,4 @@ def name_pool(cell: Cell, isolation: Isolation) -> str:
     ranks.
     """
     name = rank_pool(cell).name
-    return f"{name} after errors" if isolation is Isolation.POOLED_IF_ALIKE else name
+    return f"{name} after errors" if isolation is Isolation.POOLED_AFTER_ERRORS else name

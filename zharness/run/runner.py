@@ -27,10 +27,11 @@ from zharness.run.expected_failures import ExpectedFailure
 from zharness.run.locate import can_locate_divergence, locate_divergence, record_baseline_trace
 from zharness.run.matching_failures import (
     describe_known_cause,
+    expects_exception,
     find_failure_with_remedy,
     find_matching_failure,
     find_pool_failure,
-    has_to_lose_ranks,
+    list_crash_entries,
 )
 from zharness.run.rank_pool import RankPool, factory_path, name_pool, rank_pool
 from zharness.run.record import Record, Verdict
@@ -168,7 +169,10 @@ class Runner:
         if planned.unsupported_reason:
             return replace(self._record_refused(planned, blank, isolation), seconds=time.monotonic() - began)
         record = self._run_expecting_failure(planned.cell, blank, isolation)
-        if isolation is not Isolation.FRESH and not record.is_expected:
+        if isolation is Isolation.POOLED_AFTER_ERRORS and not record.is_expected:
+            # An error leaves an engine that nobody closes, so that a difference says nothing about the engine.
+            record = self._run_expecting_failure(planned.cell, blank, Isolation.FRESH)
+        if isolation is Isolation.POOLED and not record.is_expected:
             # An earlier cell of the pool may have left something in the process: report what fresh ranks do.
             fresh = self._run_expecting_failure(planned.cell, blank, Isolation.FRESH)
             explanation = find_pool_failure(
@@ -182,8 +186,10 @@ class Runner:
         """Return the ranks on which a cell runs: those of the run, or others if it would end or change these."""
         if get_law(blank.cell.law).needs_fresh_ranks or self.isolation is Isolation.FRESH:
             return Isolation.FRESH
-        loses_ranks = has_to_lose_ranks(blank.cell, blank.engine_version, self.user_expected_failures)
-        return Isolation.POOLED_IF_ALIKE if loses_ranks else self.isolation
+        entries = list_crash_entries(blank.cell, blank.engine_version, self.user_expected_failures)
+        if not entries:
+            return self.isolation
+        return Isolation.POOLED_AFTER_ERRORS if all(map(expects_exception, entries)) else Isolation.FRESH
 
     def _open_pool(self, cell: Cell, isolation: Isolation) -> str:
         """Return the name of the pool on whose ranks a cell runs, and remember to close that pool."""
@@ -303,7 +309,7 @@ class Runner:
             (cell, self.seed, *arguments),
             timeout=JUDGE_TIMEOUT,
             group=Group.NONE,
-            isolation=Isolation.POOLED if isolation is Isolation.POOLED_IF_ALIKE else isolation,
+            isolation=Isolation.POOLED if isolation is Isolation.POOLED_AFTER_ERRORS else isolation,
             pool=factory_path(cell.model),
         )
 

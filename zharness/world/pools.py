@@ -74,7 +74,7 @@ class RankPools:
         is_kept = False
         try:
             outcome = TaskWatcher(team, task, client).wait_for_outcome()
-            is_kept = ended_alike(outcome, task.isolation)
+            is_kept = can_reuse_ranks(outcome, task.isolation)
             return replace(outcome, previous_outcome=previous_outcome)
         finally:
             if is_kept:
@@ -125,17 +125,22 @@ class RankPools:
             team.close()
 
 
-def ended_alike(outcome: GroupOutcome, isolation: Isolation) -> bool:
-    """Return whether a task ended such that its ranks can run another one: they have called the same collectives.
+def can_reuse_ranks(outcome: GroupOutcome, isolation: Isolation) -> bool:
+    """Return whether the ranks of a finished task can run another one.
 
-    Ranks that raised the same error in the same place have, too, but what the task built may have changed their
-    processes.
+    Ranks that raised can, for POOLED_AFTER_ERRORS, if all called the same lines, also those of torch, as they have
+    called the same collectives then, unless a loop ran for different times. Ranks that were killed have no lines.
     """
     if all(rank.end is RankEnd.RETURNED for rank in outcome.ranks):
         return True
-    errors = {(rank.exception, rank.raising_frame) for rank in outcome.ranks}
-    have_raised = all(rank.end is RankEnd.RAISED for rank in outcome.ranks)
-    return isolation is Isolation.POOLED_IF_ALIKE and have_raised and len(errors) == 1
+    calls = {(rank.exception, list_called_lines(rank.traceback)) for rank in outcome.ranks}
+    have_raised = all(rank.end is RankEnd.RAISED and rank.traceback for rank in outcome.ranks)
+    return isolation is Isolation.POOLED_AFTER_ERRORS and have_raised and len(calls) == 1
+
+
+def list_called_lines(text: str) -> tuple[str, ...]:
+    """Return the lines of a traceback that name a file, a line and a function."""
+    return tuple(line for line in text.splitlines() if line.lstrip().startswith('File "'))
 
 
 def freeze_garbage_collector() -> None:

@@ -21,7 +21,7 @@ class Isolation(Enum):
 
     FRESH = "fresh"
     POOLED = "pooled"
-    POOLED_IF_ALIKE = "pooled, also after the same error on all ranks"  # for tasks that are expected to raise
+    POOLED_AFTER_ERRORS = "pooled_after_errors"  # for tasks that raise: ranks remain if all raised in one place
     EXISTING_POOL = "living"  # pooled, but fork no ranks if the pool has none: used to tear down fixtures
 
 

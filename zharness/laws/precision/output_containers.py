@@ -51,6 +51,8 @@ def observe_output_containers(ctx: RankContext) -> None:
     batch = ctx.batch(0)
     engine = ctx.build_engine_around(model, optimizer=ZERO_LR_SGD, **plan_inner_modules(ctx))
     packed = engine(batch.inputs)
+    if not made:
+        raise EngineContractError("the engine's forward did not call the model's")
     if type(packed) is not made[-1]:
         raise EngineContractError(
             f"the model returned a {made[-1].__name__}, and the engine's forward a {type(packed).__name__}"
