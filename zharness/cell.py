@@ -85,12 +85,11 @@ class Cell:
         if match is None:
             laws = text.partition("[")[0]
             names_several = not {"*", "?"}.isdisjoint(text)
-            remedy = f"; to run several cells, give {laws!r} and options such as --engine, --stage and --mesh"
+            several = f"; to run several cells, give {laws!r} and options such as --engine, --stage and --mesh"
+            remedy = several if names_several else ""
             raise UsageError(
                 f"not a cell id: {text!r}; expected {ID_FORM.format(law='LAW', variant='VARIANT')}, where .MESH and "
-                "-VARIANT may be missing, for example training.grads[reference-zero3-w2-fp32-mlp]"
-                + remedy
-                * names_several
+                f"-VARIANT may be missing, for example training.grads[reference-zero3-w2-fp32-mlp]{remedy}"
             )
         fields = match.groupdict()
         return cls(

@@ -41,7 +41,7 @@ def check_engine(
     (``deepspeed==0.18.8``). ``laws`` are patterns; ``checks`` is an older name of this parameter. An empty tuple
     selects all values; for ``stages``, all stages that the engine claims. ``mesh`` has the axes of parallelism beside
     data parallelism, as the option ``--mesh`` takes them (``"tp2"``). Raises UsageError if ranks cannot import the
-    factory, if both ``laws`` and ``checks`` are given, or for a mesh that is no axes with their sizes.
+    factory, if both ``laws`` and ``checks`` are given, or for a malformed mesh.
     """
     import pytest
 
