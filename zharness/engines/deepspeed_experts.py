@@ -143,7 +143,7 @@ class ExpertTensorReader(DeepSpeedTensorReader):
         """Return which pieces of a parameter each rank owns; a parameter that every rank has whole has no entry."""
         own = own_pieces(self.experts.params, are_sharded=self.stage > 0)
         if self.stage:
-            own |= own_pieces(self.params, are_sharded=self.stage > 0)
+            own |= own_pieces(self.params, are_sharded=True)
         return {name: pieces for name, pieces in gather_pieces(own, self.names).items() if pieces}
 
     def _merge(self, shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,11 @@ NO_STATE_HINT = "the engine has no such state"
 UNREDUCED_PARTS_HINT = "each rank's part of the gradient is that rank's own, not reduced"
 
 
+def explain_nothing(*_: object) -> str:
+    """Return no hint, whatever is to be explained."""
+    return ""
+
+
 def hint_factor(comparison: Comparison, found: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> Comparison:
     """Add a hint to a mismatch of a gradient that is the right one times a factor, but for what rounding explains."""
     mismatch = comparison.mismatch

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.observed_collectives import split_shapes
+from zharness.law_kit.other_norms import is_of_expert
 from zharness.mesh import CONTEXT, DATA_SHARD, EXPERT, TENSOR
 
 
@@ -19,10 +20,9 @@ def count_owners(ctx: JudgeContext, stage: int, name: str, shape: Sequence[int])
     spec = ctx.baseline.spec
     plan = {module: word for module, word in spec.tp_plan.items() if word not in ctx.claims.whole_plan_words}
     is_split = split_shapes({name: shape}, plan, sizes[TENSOR])[name] != tuple(shape)
-    is_expert = name.startswith(tuple(f"{layer}.experts." for layer in spec.ep_plan))
     parts = sizes[TENSOR] if is_split else 1
     if stage:
         parts *= sizes[DATA_SHARD] * sizes[CONTEXT]
-    elif is_expert:
+    elif is_of_expert(ctx, name):
         parts *= ctx.mesh.size(EXPERT)
     return ctx.world_size // parts

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from zharness.law_kit.dtypes import DTYPES
-from zharness.law_kit.hints import add_hint
+from zharness.law_kit.hints import add_hint, explain_nothing
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.observed_collectives import GRADIENTS, CollectiveObserver, Sent
 from zharness.law_kit.rank_context import RankContext, scalar
@@ -69,11 +69,6 @@ def find_sent_dtype(ctx: JudgeContext) -> torch.dtype:
     return DTYPES[sent.value] if sent else ctx.reduce_dtype
 
 
-def explain_nothing(_channel: Channel, _elements: float) -> str:
-    """Return no hint."""
-    return ""
-
-
 def judge_elements(
     ctx: JudgeContext,
     rank: int,
@@ -96,14 +91,11 @@ def judge_elements(
         place = ctx.location(f"elements of {channel.name}", Part.REDUCTION, step, rank)
         comparison = compare_within_range(place, scalar(least), scalar(counts[channel]), scalar(most))
         if comparison.mismatch is not None:
-            unknown = "" if channel in ranges else f"no formula allows what {join(operators[channel])} sent"
-            comparison = add_hint(comparison, unknown or explain(channel, counts[channel]))
+            senders = " and ".join(sorted(operators[channel]))
+            is_known = channel in ranges
+            hint = explain(channel, counts[channel]) if is_known else f"no formula allows what {senders} sent"
+            comparison = add_hint(comparison, hint)
         yield comparison
-
-
-def join(names: set[str]) -> str:
-    """Return names in their order, joined by a word."""
-    return " and ".join(sorted(names))
 
 
 def measure_activations(model: nn.Module, batch: Batch, plan: Mapping[str, str], tensor_size: int) -> Counter[str]:

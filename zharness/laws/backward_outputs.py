@@ -48,10 +48,10 @@ OUTPUT_CONTAINERS: Mapping[str, tuple[Pack, Callable[[Any], Tensor]]] = {
 BOTH = "both"
 
 
-def run_forward(participant: Participant, pack: Pack) -> Any:
-    """Run the forward of a model that returns its output through ``pack``, and return the container.
+def note_types(pack: Pack) -> tuple[Pack, list[type]]:
+    """Return a function that packs as ``pack`` does, and the list of the types of the containers that it has made.
 
-    Raises EngineContractError if the engine returns a container of another type than the model.
+    A deep copy of a model, which an engine may train, calls the same function, as functions are not copied.
     """
     made: list[type] = []
 
@@ -61,11 +61,26 @@ def run_forward(participant: Participant, pack: Pack) -> Any:
         made.append(type(packed))
         return packed
 
-    packed = participant.call(participant.inputs(), pack=pack_and_note)
-    if made and type(packed) is not made[-1]:
+    return pack_and_note, made
+
+
+def require_type(packed: Any, made: type) -> None:
+    """Raise EngineContractError if the engine returned a container ``packed`` of another type than the model made."""
+    if type(packed) is not made:
         raise EngineContractError(
-            f"the model returned a {made[-1].__name__}, and the engine's forward a {type(packed).__name__}"
+            f"the model returned a {made.__name__}, and the engine's forward a {type(packed).__name__}"
         )
+
+
+def run_forward(participant: Participant, pack: Pack) -> Any:
+    """Run the forward of a model that returns its output through ``pack``, and return the container.
+
+    Raises EngineContractError if the engine returns a container of another type than the model.
+    """
+    pack_and_note, made = note_types(pack)
+    packed = participant.call(participant.inputs(), pack=pack_and_note)
+    if made:
+        require_type(packed, made[-1])
     return packed
 
 

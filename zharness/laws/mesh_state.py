@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from zharness.engines.protocol import Engine, Feature, GroupSpec, OptimizerSpec, require_full_state_dict
 from zharness.law_kit.dtypes import DTYPES
-from zharness.law_kit.hints import add_hint, hint_factor
+from zharness.law_kit.hints import add_hint, explain_nothing, hint_factor
 from zharness.law_kit.integer_steps import SIGN_STEPS
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Variant
@@ -72,10 +72,9 @@ def select_others(ctx: RankContext, own: Arrangement, meshes: Sequence[Mesh]) ->
     """
     claims = ctx.capabilities
     return [
-        arrangement
-        for arrangement in map(Arrangement, meshes)
-        for mesh in (arrangement.mesh,)
-        if arrangement != own
+        Arrangement(mesh)
+        for mesh in meshes
+        if Arrangement(mesh) != own
         # A layer of experts of the engine's own has other names in a checkpoint than that of the model.
         and (EXPERT in mesh.axes) == (EXPERT in ctx.config.mesh.axes)
         and claims.mesh_axes.issuperset(mesh.axes)
@@ -106,11 +105,6 @@ def train_shared_batch(ctx: RankContext, engine: Engine, step: int, label: str) 
 def build_other_model(ctx: RankContext) -> nn.Module:
     """Return the model with other initial weights, so that a weight that is not loaded is a wrong one."""
     return ctx.spec.model(ctx.seed + 1)
-
-
-def explain_nothing(_ctx: JudgeContext, _mismatch: Mismatch, _label: str) -> str:
-    """Return no hint."""
-    return ""
 
 
 ExplainGradient = Callable[[JudgeContext, Mismatch, str], str]  # the last is the label of the engine that loaded

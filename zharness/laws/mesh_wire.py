@@ -20,6 +20,7 @@ from zharness.law_kit.observed_collectives import (
     Sent,
     measure_parameters,
 )
+from zharness.law_kit.other_norms import is_of_expert
 from zharness.law_kit.rank_actions import eval_mode
 from zharness.law_kit.rank_context import RankContext
 from zharness.law_kit.wire import (
@@ -87,7 +88,7 @@ def list_ranges(ctx: JudgeContext, rank: int, step: int) -> dict[Channel, Range]
     sizes_of = {DATA_SHARD: shape[DATA_SHARD], CONTEXT: shape[CONTEXT], EXPERT: experts}
     over_shards = ",".join(axis for axis, size in sizes_of.items() if size > 1) or DATA_SHARD
     params = {name: p.shape for name, p in ctx.baseline.build_module().named_parameters()}
-    own = {name: shape for name, shape in params.items() if experts > 1 and ".experts." in name}
+    own = {name: shape for name, shape in params.items() if experts > 1 and is_of_expert(ctx, name)}
     shared = {name: shape for name, shape in params.items() if name not in own}
     sizes = measure_parameters(shared, ctx.baseline.spec.tp_plan, shape[TENSOR], shards)
     padded = sizes.local + sizes.padding

@@ -153,14 +153,13 @@ def list_ranges(ctx: JudgeContext, rank: int, modules: Sequence[MeasuredModule])
 
 def list_data_ranges(ctx: JudgeContext, rank: int) -> dict[Channel, Range]:
     """Return the least and the largest number of elements that a rank may send along the data."""
-    shape, shards = ctx.mesh.shape(ctx.world_size), ctx.mesh.shape(ctx.world_size)[DATA_SHARD]
-    stage = get_stage(ctx, rank)
+    stage, shards = get_stage(ctx, rank), ctx.mesh.shape(ctx.world_size)[DATA_SHARD]
     own = {
         name: param.shape
         for name, param in ctx.baseline.build_module().named_parameters()
         if stage in find_stages(ctx, name, param.numel())
     }
-    sizes = measure_parameters(own, ctx.baseline.spec.tp_plan, shape[TENSOR], shards)
+    sizes = measure_parameters(own, ctx.baseline.spec.tp_plan, ctx.mesh.size(TENSOR), shards)
     owned = sum(stop - start for name in own for start, stop in list_owned_spans(ctx, rank, name, own[name].numel()))
     weights = range_of_gathers(sizes, shards) if owned < sizes.local else NOTHING
     gradients = (sizes.local, sizes.local + sizes.padding) if shards > 1 else NOTHING

@@ -231,19 +231,23 @@ class SendsAlongAxes(OverPipeline):
         return [param.numel() for param in seams_engines.stage_params(self.right).values()]
 
 
+class ReducesBuffers(SendsAlongAxes):
+    """The base class of mutants that all-reduce a buffer for each parameter of a stage once more."""
+
+    def send(self, micro_batches: MicroBatches) -> None:
+        for elements in self.stage_sizes():
+            dist.all_reduce(torch.zeros(elements), group=self.group)
+
+
 @mutant(
     FaultKind.RESOURCES,
     replace(on_tensor_ranks("elements of gradients along dp_shard,tp"), world_size=8, setting="fully_shard"),
     origin=Origin.MESH,
 )
-class ReducesGradientsOverDataAndTensorRanks(SendsAlongAxes):
+class ReducesGradientsOverDataAndTensorRanks(ReducesBuffers):
     """The ranks of a stage, which differ on the data and on tp, all-reduce buffers of gradients in one group."""
 
     axes: ClassVar[tuple[str, ...]] = (DATA_SHARD, TENSOR)
-
-    def send(self, micro_batches: MicroBatches) -> None:
-        for elements in self.stage_sizes():
-            dist.all_reduce(torch.zeros(elements), group=self.group)
 
 
 @mutant(FaultKind.RESOURCES, on_replicas_wire("elements of gradients along pp,dp_shard"), origin=Origin.MESH)
@@ -293,14 +297,10 @@ class ReducesTheInputOfAStageOverTensorRanks(SendsAlongAxes):
 
 
 @mutant(FaultKind.RESOURCES, on_tensor_ranks("elements of gradients along tp", "interleaved"), origin=Origin.MESH)
-class ReducesSplitGradientsOverTensorRanks(SendsAlongAxes):
+class ReducesSplitGradientsOverTensorRanks(ReducesBuffers):
     """The ranks of tp, which have parts of each weight, all-reduce buffers of gradients."""
 
     axes: ClassVar[tuple[str, ...]] = (TENSOR,)
-
-    def send(self, micro_batches: MicroBatches) -> None:
-        for elements in self.stage_sizes():
-            dist.all_reduce(torch.zeros(elements), group=self.group)
 
 
 @mutant(FaultKind.RESOURCES, on_tensor_ranks("elements of activations to pp,tp 1,1"), origin=Origin.MESH)

@@ -114,8 +114,7 @@ def build_request(
 ) -> Request:
     """Build the request of one marker. ``laws`` are patterns; without a pattern, all laws are run.
 
-    ``checks`` is the older name of ``laws``. Raises UsageError if both are given, or for a mesh that is no axes with
-    their sizes.
+    ``checks`` is the older name of ``laws``. Raises UsageError if both are given, or for a malformed mesh.
     """
     axes = (stages, world_sizes, dtypes, models, variant)
     return Request(choose_patterns(laws, checks), (engine,), *axes, mesh=Mesh.parse(mesh))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,31 +12,23 @@ from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Law, Variant
 from zharness.law_kit.optimizers import ZERO_LR_SGD
 from zharness.law_kit.rank_context import RankContext
-from zharness.laws.backward_outputs import OUTPUT_CONTAINERS
+from zharness.laws.backward_outputs import OUTPUT_CONTAINERS, Pack, note_types, require_type
 from zharness.laws.precision.common import INNER, plan_inner_modules
 from zharness.parity import Comparison, Tier
 
 
 class PackingModel(nn.Module):
-    """A model that returns the output of the module ``inner`` in a container, and notes the type of the container.
+    """A model that returns the output of the module ``inner`` in a container."""
 
-    Engines may train a deep copy of the model, whose ``note_type`` is the caller's, as functions are not copied.
-    """
-
-    def __init__(
-        self, inner: nn.Module, pack: Callable[[Tensor, Tensor], Any], note_type: Callable[[type], None]
-    ) -> None:
+    def __init__(self, inner: nn.Module, pack: Pack) -> None:
         super().__init__()
         self.inner = inner
         self.pack = pack
-        self.note_type = note_type
 
     def forward(self, x: Tensor) -> Any:
         """Return what ``pack`` makes from the output and from the sum of its columns."""
         output = self.inner(x)
-        packed = self.pack(output, output.sum(dim=1))
-        self.note_type(type(packed))
-        return packed
+        return self.pack(output, output.sum(dim=1))
 
 
 def observe_output_containers(ctx: RankContext) -> None:
@@ -45,18 +37,13 @@ def observe_output_containers(ctx: RankContext) -> None:
     Raises EngineContractError if the engine returns a container of another type than the model.
     """
     pack, unpack = OUTPUT_CONTAINERS[ctx.variant]
-    made: list[type] = []
-    # A list's own method would be copied with the list.
-    model = PackingModel(ctx.spec.model(ctx.seed), pack, lambda container: made.append(container))
-    batch = ctx.batch(0)
+    pack_and_note, made = note_types(pack)
+    model, batch = PackingModel(ctx.spec.model(ctx.seed), pack_and_note), ctx.batch(0)
     engine = ctx.build_engine_around(model, optimizer=ZERO_LR_SGD, **plan_inner_modules(ctx))
     packed = engine(batch.inputs)
     if not made:
         raise EngineContractError("the engine's forward did not call the model's")
-    if type(packed) is not made[-1]:
-        raise EngineContractError(
-            f"the model returned a {made[-1].__name__}, and the engine's forward a {type(packed).__name__}"
-        )
+    require_type(packed, made[-1])
     loss = ctx.spec.loss(unpack(packed), batch.target)
     ctx.record("loss", {"loss": loss})
     engine.backward(loss)
