@@ -172,6 +172,8 @@ def test_a_cell_that_does_not_crash_as_expected_runs_again_on_fresh_ranks() -> N
         ("crash", "RuntimeError: the mesh", Isolation.POOLED_AFTER_ERRORS),
         ("crash", "was ended by a signal: SIGABRT", Isolation.FRESH),
         ("hang", "did not finish", Isolation.FRESH),
+        ("crash", "RuntimeError: sizes differ in all_gather", Isolation.FRESH),
+        ("fail", "the engine changed requires_grad of 'bias'", Isolation.POOLED_AFTER_ERRORS),
         ("fail", "first.weight", Isolation.POOLED),
     ],
 )

@@ -9,6 +9,9 @@ from zharness.run.expected_failures import POOLED, ExpectedFailure, expected_fai
 
 LOSES_RANKS = ("crash", "hang")
 GENERAL_CAUSES = ("ended by a signal", "by peer", "did not finish")  # the end of a process, whatever ended it
+UNEQUAL_CALLS = ("in all_gather", "in all_reduce", "in reduce_scatter")  # ranks stop in different places
+# The check that raises this on the ranks is part of every law: its verdict is `fail`, but the pool loses its ranks.
+CONTRACT_CAUSE = "the engine changed requires_grad"
 
 
 def list_covering_entries(
@@ -111,14 +114,26 @@ def find_pool_failure(
 def list_crash_entries(
     cell: Cell, version: str, user_failures: Sequence[ExpectedFailure] = ()
 ) -> list[ExpectedFailure]:
-    """Return the expected failures by which ``cell`` has to crash or hang."""
+    """Return the expected failures by which the ranks of ``cell`` have to raise an error, to crash or to hang."""
     covering = list_covering_entries(cell, version, user_failures)
-    return [entry for entry in covering if entry.verdict in LOSES_RANKS and entry.is_stale_on(cell)]
+    return [entry for entry in covering if entry.is_stale_on(cell) and loses_ranks(entry)]
+
+
+def loses_ranks(entry: ExpectedFailure) -> bool:
+    """Return whether no rank can run another cell of the pool after this failure."""
+    return entry.verdict in LOSES_RANKS or has_contract_cause(entry)
+
+
+def has_contract_cause(entry: ExpectedFailure) -> bool:
+    """Return whether every signature names the error that ranks raise for a changed ``requires_grad``."""
+    return bool(entry.signatures) and all(CONTRACT_CAUSE in each for each in entry.signatures)
 
 
 def expects_exception(entry: ExpectedFailure) -> bool:
-    """Return whether ranks have to raise an exception, rather than hang or end, which other faults cause as well."""
-    return entry.verdict == "crash" and not any(text in each for each in entry.signatures for text in GENERAL_CAUSES)
+    """Return whether all ranks have to raise one exception, rather than hang, end, or wait for each other."""
+    other_ends = (*GENERAL_CAUSES, *UNEQUAL_CALLS)
+    has_other_end = any(text in each for each in entry.signatures for text in other_ends)
+    return has_contract_cause(entry) or (entry.verdict == "crash" and not has_other_end)
 
 
 def find_expected_failure(
