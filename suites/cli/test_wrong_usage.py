@@ -97,6 +97,10 @@ WRONG: dict[str, tuple[str, ...]] = {
         "got torch_tp with no mesh on 2 ranks; expected a mesh that takes all ranks, such as",
     ),
     "check mesh.norm --engine fsdp2 --mesh ''": ("the laws (mesh.norm) need a mesh, such as --mesh tp2;",),
+    "check mesh.routing --engine deepspeed": ("the laws (mesh.routing) need a mesh, such as --mesh ep2;",),
+    "check mesh.routing --engine fsdp2": ("need a mesh, such as --mesh ep2, which the engine does not claim;",),
+    "check pipeline --engine deepspeed": ("need a mesh, such as --mesh pp2, which the engine does not claim;",),
+    "check mesh.norm --model changing": ("none of the laws (mesh.norm) applies to the models changing",),
     "check mesh.norm --engine fsdp2 --mesh tp3": ("the mesh tp3 has 3 ranks or a multiple", "world size 2 is not"),
     "check mesh.training --engine deepspeed --mesh cp3 --world-size 3": (
         "the mesh cp3 splits none of the models of these laws",

@@ -114,8 +114,22 @@ def test_a_norm_that_counts_replicas_is_the_same_on_a_mesh_with_fewer_axes() -> 
     of_tensor, of_copies = (f"what 2 ranks of {axis} have in common 2 times" for axis in ("tp", "dp_replicate"))
     smaller = extract_failure_signature(Verdict.FAIL, f"{text}{of_tensor}; rank 0 is tp 0")
     for hint in (f"{of_copies} and {of_tensor}", f"{of_copies}, or {of_tensor}"):
-        assert smaller == extract_failure_signature(Verdict.FAIL, f"{text}{hint}; rank 0 is dp_replicate 0, tp 0")
-    assert smaller != extract_failure_signature(Verdict.FAIL, text.partition("; ")[0])
+        first = extract_failure_signature(Verdict.FAIL, f"{text}{hint}; rank 0 is dp_replicate 0, tp 0")
+        assert first.can_match(smaller)
+    assert not smaller.can_match(extract_failure_signature(Verdict.FAIL, text.partition("; ")[0]))
+
+
+def test_a_norm_that_counts_replicas_of_one_axis_is_not_one_that_counts_those_of_another() -> None:
+    text = "step 0, reduction: norm (seen on rank 0) expected 2, got 4 (1 of 1 elements wrong); it counts "
+    of_tensor, of_copies, of_shards = (
+        extract_failure_signature(Verdict.FAIL, f"{text}what 2 ranks of {axis} have in common 2 times")
+        for axis in ("tp", "dp_replicate", "dp_shard")
+    )
+    assert not of_tensor.can_match(of_copies)
+    both = f"{text}what 2 ranks of tp have in common 2 times and what 4 ranks of dp_replicate have in common 4 times"
+    first = extract_failure_signature(Verdict.FAIL, both)
+    assert [first.can_match(each) for each in (of_tensor, of_copies, of_shards)] == [True, True, False]
+    assert not of_tensor.can_match(first)
 
 
 @pytest.mark.exhaustive

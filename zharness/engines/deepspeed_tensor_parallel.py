@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zharness.engines.deepspeed_partition_state import PartitionState, gather_objects
 from zharness.engines.deepspeed_round_robin import RoundRobinLinks
-from zharness.engines.deepspeed_tensors import DeepSpeedTensorReader, find_common
+from zharness.engines.deepspeed_tensors import DeepSpeedTensorReader
 from zharness.engines.protocol import EngineConfig, Feature, Piece
 from zharness.errors import ConfigError, EngineContractError
 from zharness.mesh import TENSOR, Mesh
@@ -126,8 +127,9 @@ class SplitTensorReader(DeepSpeedTensorReader):
             for name, state in super().optimizer_state().items()
         }
 
-    def _find_common(self, keys: set[str]) -> set[str]:
-        return find_common(super()._find_common(keys), self.tensor_group)
+    def _gather_partitions(self, group: int) -> list[PartitionState]:
+        views = gather_objects(super()._gather_partitions(group), self.tensor_group)
+        return [partition for view in views for partition in view]
 
     def state_dict(self, module: nn.Module) -> dict[str, Tensor]:
         """Return the full ``module.state_dict()``; the names of a tied weight share one tensor."""

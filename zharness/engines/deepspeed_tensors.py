@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zharness.engines.deepspeed_partition_state import PartitionState, choose_readable_keys, gather_objects
 from zharness.engines.deepspeed_round_robin import RoundRobinLinks
 from zharness.engines.protocol import Piece
 from zharness.engines.torch_engine import snapshot
@@ -193,9 +194,13 @@ class DeepSpeedTensorReader:
 
     def _position(self, param: nn.Parameter) -> tuple[int, int]:
         """Return the index of the parameter group of ``param``, and its index in this group, at stages 1 and 2."""
+        return next(_find_in_groups(self._parameter_groups, param))
+
+    @property
+    def _parameter_groups(self) -> Sequence[Sequence[nn.Parameter]]:
+        """The parameter groups of the optimizer of stages 1 and 2."""
         zero = self.engine.optimizer
-        groups = zero.bf16_groups if self._is_bf16_optimizer else zero.bit16_groups
-        return next(_find_in_groups(groups, param))
+        return cast("list[list[nn.Parameter]]", zero.bf16_groups if self._is_bf16_optimizer else zero.bit16_groups)
 
     def _is_sharded(self, param: Any) -> bool:
         """Return whether ``param`` has a master weight and optimizer state in a partition, above stage 0.
@@ -258,16 +263,19 @@ class DeepSpeedTensorReader:
         state = zero.state[flat]
         keys = {key for key, value in state.items() if _is_shaped_like(value, flat)}
         if zero.param_groups[group].get("use_muon"):
-            keys = self._find_common(keys)
+            keys = choose_readable_keys(self._gather_partitions(group))
         return {**{key: self._assemble_state(param, state[key]) for key in sorted(keys)}, **_scalar_states(state)}
 
-    def _find_common(self, keys: set[str]) -> set[str]:
-        """Return the keys that all ranks have over which states are gathered. This is a collective.
-
-        Muon's momentum has the elements of all matrices that reach into a partition. On some ranks alone these are, by
-        chance, as many as the partition has, where they are others.
-        """
-        return find_common(keys, self.data_group)
+    def _gather_partitions(self, group: int) -> list[PartitionState]:
+        """Return what all ranks over which states are gathered have of a parameter group. This is a collective."""
+        zero, flat = self.engine.optimizer, self._flat_masters()[group]
+        states = {
+            key: value.numel()
+            for key, value in zero.optimizer.state[flat].items()
+            if isinstance(value, Tensor) and value.dim()
+        }
+        is_padding = not any(map(local_piece, self._parameter_groups[group]))
+        return gather_objects(PartitionState(dist.get_rank(), flat.numel(), is_padding, states), self.data_group)
 
     def _assemble_state(self, param: Any, flat_state: Tensor) -> Tensor:
         """Return one optimizer state of ``param`` in its original shape, from the elements that each rank owns."""
@@ -310,13 +318,6 @@ class DeepSpeedTensorReader:
         ranks: list[dict[str, Piece | None]] = [{} for _ in range(dist.get_world_size())]
         dist.all_gather_object(ranks, local)
         return {name: tuple(piece for rank in ranks if (piece := rank[name]) is not None) for name in local}
-
-
-def find_common(keys: set[str], group: Any) -> set[str]:
-    """Return the keys that all ranks of ``group`` have. This is a collective."""
-    views: list[set[str]] = [set() for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(views, keys, group=group)
-    return set.intersection(*views)
 
 
 def local_piece(param: Any) -> Piece | None:

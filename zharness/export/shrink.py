@@ -63,25 +63,34 @@ class FailureSignature:
     """The facts that identify a failure: verdict, part of the step or exception type, and hint or message.
 
     ``failure_kind`` is the part of the step or the exception type. ``detail`` is the hint or the message, from which
-    numbers and names are removed, since they depend on the model.
+    numbers and names are removed, since they depend on the model. ``replica_axes`` are the sets of axes of a mesh any
+    of which the norm may count once for each rank; it is empty for another failure.
     """
 
     verdict: Verdict
     failure_kind: str
     detail: str = ""
+    replica_axes: frozenset[frozenset[str]] = frozenset()
 
     def can_match(self, other: FailureSignature) -> bool:
-        """Return whether ``other`` may be the same failure; if ``detail`` is empty, it matches any other detail."""
-        return (self.verdict, self.failure_kind) == (other.verdict, other.failure_kind) and self.detail in (
-            "",
-            other.detail,
+        """Return whether ``other`` may be the same failure; if ``detail`` is empty, it matches any other detail.
+
+        A norm on a smaller mesh has to count repeatedly what ranks of the same axes have in common, or of some of them.
+        """
+        return (
+            (self.verdict, self.failure_kind) == (other.verdict, other.failure_kind)
+            and self.detail in ("", other.detail)
+            and (
+                not self.replica_axes
+                or any(fewer <= axes for axes in self.replica_axes for fewer in other.replica_axes)
+            )
         )
 
 
 _PROGRAM_SUFFIX = re.compile(r"(; )?at the end of '([^']*)'$")  # the program that an any_order law appends
 _COORDINATES = re.compile(r"((; )?rank \d+ is [a-z_]+ \d+(, [a-z_]+ \d+)*)+$")  # which a smaller mesh does not have
-# The axes whose ranks a norm counts repeatedly, of which a smaller mesh has fewer.
-_REPLICAS = re.compile(r"what \d+ ranks of \w+ have in common \d+ times(,? (and|or) (?=what))?")
+# An axis whose ranks a norm counts repeatedly, before the next one: a smaller mesh has fewer of them.
+_REPLICAS = re.compile(r"what \d+ ranks of (?P<axis>\w+) have in common \d+ times(,? (and|or) (?=what))?")
 # Numbers, names with dots or digits, and quoted text, which differ between models.
 _LIST_OF_NAMES = re.compile(r"#(, #)+")  # after the substitution of names by #
 _MODEL_SPECIFIC = re.compile(r"'[^']*'|\"[^\"]*\"|[\w.]*\d[\w.+]*|\w+(?:\.\w+)+")
@@ -92,17 +101,24 @@ def extract_failure_signature(verdict: Verdict, cause: str) -> FailureSignature:
     part = re.match(r"step \d+, ([a-z ]+):", cause)
     if part:
         hint = _COORDINATES.sub("", cause.rpartition("); ")[2]) if "); " in cause else ""
-        hint = _REPLICAS.sub("", _PROGRAM_SUFFIX.sub("", hint))
+        hint, axes = _REPLICAS.sub("", _PROGRAM_SUFFIX.sub("", hint)), find_replica_axes(hint)
         if hint.startswith(STALE_FORWARD_HINT):  # any part of the step that reads a forward's result may show it
             return FailureSignature(verdict, STALE_FORWARD_HINT)
         # "only 1 of 16 elements" cannot be seen in a model with one element.
-        return FailureSignature(verdict, part[1], "" if hint.startswith("only ") else _MODEL_SPECIFIC.sub("#", hint))
+        detail = "" if hint.startswith("only ") else _MODEL_SPECIFIC.sub("#", hint)
+        return FailureSignature(verdict, part[1], detail, axes)
     raised = re.search(r"raised: (\w+)(?:: ([^\n]*))?", cause)
     return (
         FailureSignature(verdict, raised[1], _LIST_OF_NAMES.sub("#", _MODEL_SPECIFIC.sub("#", raised[2] or "")))
         if raised
         else FailureSignature(verdict, "")
     )
+
+
+def find_replica_axes(hint: str) -> frozenset[frozenset[str]]:
+    """Return the alternatives of ``hint``: sets of axes whose ranks a norm counts repeatedly."""
+    alternatives = (frozenset(match["axis"] for match in _REPLICAS.finditer(text)) for text in hint.split(", or "))
+    return frozenset(filter(None, alternatives))
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,16 @@ from functools import cache
 
 from zharness.cell import Cell
 from zharness.engines import Capabilities
+from zharness.engines.capabilities import CallForm
 from zharness.errors import UsageError
 from zharness.law_kit.law import MeshSupport
 from zharness.laws import Law, find_laws
-from zharness.mesh import CONTEXT, EXPERT, PIPELINE, TENSOR, Mesh
+from zharness.mesh import AXES, CONTEXT, DATA_SHARD, EXPERT, PIPELINE, TENSOR, Mesh
 from zharness.workload import MODELS, model_spec
 from zharness.workload.model_lookup import explain_uneven_parts
 from zharness.workload.user_model import is_user_model
+
+NAMED_AXES = tuple(axis for axis in (*AXES, EXPERT) if axis != DATA_SHARD)
 
 
 def needs_mesh(law: Law) -> bool:
@@ -25,17 +28,35 @@ def needs_mesh(law: Law) -> bool:
     )
 
 
-def require_mesh_for_laws(patterns: Sequence[str], capabilities: Capabilities) -> None:
-    """Raise UsageError if all laws of ``patterns`` need a mesh, and name one on which the engine can run them."""
+def require_mesh_for_laws(patterns: Sequence[str], models: Sequence[str], capabilities: Capabilities) -> None:
+    """Raise UsageError if all laws of ``patterns`` need a mesh, and name an axis on which they have cells.
+
+    It is the one on which most of the laws have cells of ``models``, if the engine claims an axis on which any has.
+    """
     laws = find_laws(tuple(patterns))
     if not all(map(needs_mesh, laws)):
         return
-    axes = sorted(capabilities.mesh_axes, key=lambda axis: (axis != TENSOR, axis))
-    can_run = axes and any(law.form is capabilities.form for law in laws)
-    example = f", such as --mesh {Mesh(((axes[0], 2),)).label}" if can_run else ""
-    raise UsageError(
-        f"there is nothing to run: the laws ({', '.join(patterns)}) need a mesh{example}; `zharness docs mesh` lists "
-        "the axes of each engine"
+    callable_laws = [law for law in laws if law.form is capabilities.form]
+    counts = {axis: sum(has_cells_on(law, axis, models) for law in callable_laws) for axis in capabilities.mesh_axes}
+    refusal = ""
+    if not any(counts.values()):
+        counts = {axis: sum(has_cells_on(law, axis, models) for law in laws) for axis in NAMED_AXES}
+        refusal = ", which the engine does not claim"
+    axis = min(counts, key=lambda axis: (-counts[axis], axis != TENSOR, axis))
+    if counts[axis]:  # or these models have none of the laws
+        raise UsageError(
+            f"there is nothing to run: the laws ({', '.join(patterns)}) need a mesh, such as --mesh "
+            f"{Mesh(((axis, 2),)).label}{refusal}; `zharness docs mesh` lists the axes of each engine"
+        )
+
+
+def has_cells_on(law: Law, axis: str, models: Sequence[str]) -> bool:
+    """Return whether ``law`` has a cell of one of ``models``, which are all if it is empty, on ``axis`` alone."""
+    if law.form is CallForm.WHOLE_BATCH and axis != PIPELINE:
+        return False
+    mesh = Mesh(((axis, 2),))
+    return any(
+        applies_to_model(law, model, mesh) and not explain_missing_plan(model, mesh) for model in models or MODELS
     )
 
 
