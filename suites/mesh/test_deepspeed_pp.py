@@ -43,6 +43,9 @@ CELLS = {
     "pipeline.replicas[deepspeed_pp-zero1-w4.pp2-fp32-tied_ends-1f1b]": Verdict.PASS,
     "pipeline.wire[deepspeed_pp-zero1-w4.pp2-fp32-skips-dualpipev]": Verdict.PASS,
     "pipeline.wire[deepspeed_pp-zero0-w4.pp2-bf16-chain-1f1b]": Verdict.PASS,  # its optimizer has shards
+    "pipeline.unequal_micro_batches[deepspeed_pp{dynamic_shape}-zero0-w2.pp2-fp32-skips-1f1b]": Verdict.PASS,
+    "pipeline.unequal_micro_batches[deepspeed_pp{dynamic_shape}-zero1-w4.pp2-fp32-tied_ends-after_equal]": Verdict.PASS,
+    "pipeline.unequal_micro_batches[deepspeed_pp{dynamic_shape}-zero1-w4.pp4-fp32-odd_chain-1f1b]": Verdict.PASS,
 }
 PP2 = Mesh.parse("pp2")
 
@@ -64,6 +67,11 @@ def test_a_cell_passes_or_fails_as_the_findings_say(runner: Runner, case: str, v
         ("pipeline.training[deepspeed_pp-zero0-w2.pp2-fp32-chain-gpipe]", "does not claim the schedule gpipe"),
         ("pipeline.training[deepspeed_pp-zero0-w2.pp2-fp32-tied_chain-1f1b]", "does not claim the model tied_chain"),
         ("pipeline.windows[deepspeed_pp-zero0-w2.pp2-fp32-chain-accumulated]", "several calls of train_batch"),
+        ("pipeline.unequal_micro_batches[deepspeed_pp-zero0-w2.pp2-fp32-chain-1f1b]", "set the option dynamic_shape"),
+        (
+            "pipeline.training[deepspeed_pp{dynamic_shape}-zero0-w2.pp2-fp32-chain-dualpipev]",
+            "beside the schedule 1f1b only",
+        ),
     ],
 )
 def test_what_the_engine_cannot_run_is_unsupported_before_ranks_start(case: str, words: str) -> None:
@@ -136,6 +144,15 @@ def test_too_few_micro_batches_are_refused() -> None:
 
 
 @pytest.mark.world_size(1)
+def test_micro_batches_of_several_sizes_are_refused_without_dynamic_shapes() -> None:
+    engine = deepspeed_pp.factory(build(), EngineConfig(mesh=Mesh.parse("pp1"), pp_plan=("0", "1")))
+    batches = [(torch.ones(size, 2), torch.ones(size, 2)) for size in (1, 3)]
+    with pytest.raises(UsageError, match=r"got micro-batches of \[1, 3\] samples; .* or dynamic_shape"):
+        engine.train_batch(batches, nn.functional.mse_loss)
+    engine.close()
+
+
+@pytest.mark.world_size(1)
 def test_an_error_of_a_loss_is_not_one_of_usage() -> None:
     engine = deepspeed_pp.factory(build(), EngineConfig(mesh=Mesh.parse("pp1"), pp_plan=("0", "1")))
     with pytest.raises(ValueError, match="the loss got another shape"):
@@ -157,6 +174,11 @@ class TiedChain(nn.Module):
     [
         (build(), EngineConfig(pp_plan=("0", "1")), "a mesh without the axis pp"),
         (build(), EngineConfig(mesh=PP2, pp_plan=("0", "1"), options={"schedule": "gpipe"}), "schedule"),
+        (
+            build(),
+            EngineConfig(mesh=PP2, pp_plan=("0", "1"), options={"dynamic_shape": True, "schedule": "dualpipev"}),
+            "got dynamic_shape and schedule dualpipev",
+        ),
         (TiedChain(), EngineConfig(mesh=PP2, pp_plan=("up", "down")), r"down\.weight is tied to one of up"),
     ],
 )

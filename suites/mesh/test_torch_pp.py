@@ -105,6 +105,7 @@ def test_a_cell_passes_or_fails_as_the_findings_say(runner: Runner, case: str, v
         ("pipeline.any_order[torch_pp-zero0-w4.pp4-fp32-chain-1f1b]", "the schedule 1f1b needs 4 micro-batches on pp4"),
         ("pipeline.training[torch_pp-zero0-w8.pp2.tp2-fp32-chain-gpipe]", "only with the option fully_shard"),
         ("pipeline.training[torch_pp-zero0-w4.tp2-fp32-chain-gpipe]", "torch_pp has tp beside pp alone"),
+        ("pipeline.unequal_micro_batches[torch_pp-zero0-w2.pp2-fp32-chain-gpipe]", "pytorch/issues/126600"),
     ],
 )
 def test_a_cell_that_a_pipeline_cannot_have_is_unsupported_before_ranks_start(case: str, words: str) -> None:

@@ -85,6 +85,7 @@ class Feature(Enum):
     STEP_READ_OUT = "reading how many steps the optimizer has made with a named parameter"
     WRITE_IN_FORWARD = "a replaced weight in the next forward, before any step"
     BATCHES_PER_STEP = "several calls of train_batch in one step"
+    UNEQUAL_MICRO_BATCHES = "micro-batches of several sizes in one call of train_batch"
     SHARD_ACCESS = "reading and replacing this rank's shard of a gradient, weight or optimizer state"
 
 
@@ -132,6 +133,7 @@ class EngineOption:
       (``state.resume-adamw``); if empty, all. The other laws are not tested with it, and ``laws_reason`` says why.
     - ``models`` are the models in which the option has an effect; if empty, all. A cell of another model would test
       nothing, and does not set it.
+    - ``schedules`` are the schedules of a pipeline beside which the option can be set; if empty, all.
     """
 
     options: Mapping[str, Any]
@@ -149,6 +151,13 @@ class EngineOption:
     laws: frozenset[str] = frozenset()
     laws_reason: str = ""
     models: frozenset[str] = frozenset()
+    schedules: frozenset[str] = frozenset()
+
+    def refusal_beside(self, schedules: Sequence[str]) -> str:
+        """Return the reason why the option cannot be set beside one of these schedules of a pipeline, or ''."""
+        if not self.schedules or self.schedules.issuperset(schedules):
+            return ""
+        return f"it can be set beside the schedule {', '.join(sorted(self.schedules))} only"
 
     def refusal_in(self, law: str, variant: str, model: str) -> str:
         """Return the reason why a cell of this law, variant of the law and model cannot show an effect, or ''."""

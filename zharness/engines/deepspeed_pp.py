@@ -31,7 +31,16 @@ from zharness.engines.deepspeed_process import (
 from zharness.engines.deepspeed_round_robin import RoundRobinLinks
 from zharness.engines.deepspeed_tensors import DeepSpeedTensorReader, gather_by_name, gather_pieces, own_pieces
 from zharness.engines.options import merge_options
-from zharness.engines.protocol import Absent, CallForm, Capabilities, EngineConfig, Feature, Observations, Piece
+from zharness.engines.protocol import (
+    Absent,
+    CallForm,
+    Capabilities,
+    EngineConfig,
+    EngineOption,
+    Feature,
+    Observations,
+    Piece,
+)
 from zharness.engines.torch_engine import snapshot, validate_config
 from zharness.engines.without_forward import WithoutForward, join_state_dicts
 from zharness.errors import ConfigError, UsageError
@@ -39,6 +48,7 @@ from zharness.mesh import PIPELINE
 
 DOCUMENTATION = "https://www.deepspeed.ai/tutorials/pipeline/"
 SCHEDULE, ONE_FORWARD_ONE_BACKWARD, DUALPIPEV = "schedule", "1f1b", "dualpipev"
+DYNAMIC_SHAPE = "dynamic_shape"
 STAGES_OF_DUALPIPEV = 2  # of each rank
 Loss = Callable[[Any, Any], Tensor]
 _FORMATS = f"a checkpoint of a pipeline has a file for each layer, and no others ({DOCUMENTATION})"
@@ -53,6 +63,15 @@ CAPABILITIES = Capabilities(
         **dict.fromkeys((Feature.INITIAL_WEIGHTS, Feature.INITIAL_BUFFERS), "a stage has the values of its own ranks"),
         Feature.RANK_BUFFERS: "'data parallel rank 0 writes all layers' (pipe/module.py, save_state_dict)",
         Feature.BATCHES_PER_STEP: "each train_batch 'ends with an optimizer step' (pipe/schedule.py, TrainSchedule)",
+        Feature.UNEQUAL_MICRO_BATCHES: "stages exchange shapes once without dynamic_shape, 'Allows dynamic shapes of "
+        "inputs' (pipe/module.py); set the option dynamic_shape",
+    },
+    variants={
+        DYNAMIC_SHAPE: EngineOption(
+            {DYNAMIC_SHAPE: True},
+            allows=frozenset({Feature.UNEQUAL_MICRO_BATCHES}),
+            schedules=frozenset({ONE_FORWARD_ONE_BACKWARD}),  # DualPipeV 'does not support dynamic_shape'
+        )
     },
     refuses_models={"tied_chain": "a TiedLayerSpec ties whole layers, and this model ties one weight of two layers"},
     schedules=frozenset({ONE_FORWARD_ONE_BACKWARD, DUALPIPEV}),
@@ -70,7 +89,10 @@ def capabilities_at(stage: int) -> Capabilities:
     return replace(CAPABILITIES, refuses={**CAPABILITIES.refuses, Feature.IN_PLACE_EDITS: NO_IN_PLACE_EDITS})
 
 
-OPTIONS = {SCHEDULE: f"{ONE_FORWARD_ONE_BACKWARD} (default) or {DUALPIPEV}"}
+OPTIONS = {
+    SCHEDULE: f"{ONE_FORWARD_ONE_BACKWARD} (default) or {DUALPIPEV}",
+    DYNAMIC_SHAPE: f"true: {ONE_FORWARD_ONE_BACKWARD} sends the shapes of each micro-batch before it; default false",
+}
 
 
 def warm_up() -> None:
@@ -89,6 +111,8 @@ def factory(model: nn.Module, config: EngineConfig) -> DeepSpeedPipelineEngine:
         raise ConfigError("got a mesh without the axis pp; expected one such as pp2")
     if config.options.get(SCHEDULE, ONE_FORWARD_ONE_BACKWARD) not in CAPABILITIES.schedules:
         raise ConfigError.unknown_name(SCHEDULE, config.options[SCHEDULE], sorted(CAPABILITIES.schedules))
+    if config.options.get(DYNAMIC_SHAPE) and config.options.get(SCHEDULE) == DUALPIPEV:
+        raise ConfigError(f"got {DYNAMIC_SHAPE} and {SCHEDULE} {DUALPIPEV}, which exchanges shapes once; leave out one")
     refuse_tied_weights(model, config.pp_plan)
     return DeepSpeedPipelineEngine(model, config)
 
@@ -223,6 +247,7 @@ class DeepSpeedPipelineEngine(WithoutForward):
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         self.module, self.capabilities = model, capabilities_at(config.stage)
         self._is_dual = config.options.get(SCHEDULE) == DUALPIPEV
+        self._has_dynamic_shape = bool(config.options.get(DYNAMIC_SHAPE, False))
         self._fewest_micro_batches = STAGES_OF_DUALPIPEV * config.mesh.size(PIPELINE) if self._is_dual else 1
         named = dict(model.named_parameters())
         deepspeed = prepare_deepspeed(next(iter(named.values())).device.type)
@@ -262,6 +287,7 @@ class DeepSpeedPipelineEngine(WithoutForward):
                 num_stages=config.mesh.size(PIPELINE),
                 loss_fn=self._compute_loss,
                 partition_method="uniform",
+                dynamic_shape=self._has_dynamic_shape,
             )
 
     def _build(self, deepspeed: Any, module: Any, named: Mapping[str, nn.Parameter], config: EngineConfig) -> Any:
@@ -285,12 +311,16 @@ class DeepSpeedPipelineEngine(WithoutForward):
     def train_batch(self, micro_batches: Sequence[tuple[Tensor, Tensor]], loss: Loss) -> tuple[Tensor, ...]:
         """Run forward and backward of all micro-batches, and return their losses on every rank.
 
-        Raises UsageError for fewer micro-batches than the schedule needs.
+        Raises UsageError for fewer micro-batches than the schedule needs, and for several sizes of them without
+        dynamic shapes.
         """
         if len(micro_batches) < self._fewest_micro_batches:
             raise UsageError(
                 f"got {len(micro_batches)} micro-batches; the schedule needs {self._fewest_micro_batches} or more"
             )
+        sizes = [len(inputs) for inputs, _ in micro_batches]
+        if len(set(sizes)) != 1 and not self._has_dynamic_shape:
+            raise UsageError(f"got micro-batches of {sizes} samples; expected as many each, or {DYNAMIC_SHAPE}")
         self._loss, self._losses = loss, []
         self._engine.set_train_batch_size(self._micro_batch_size * len(micro_batches) * self._data_parallel)
         self._engine.train_batch(iter(micro_batches))

@@ -49,7 +49,7 @@ SCHEDULE, DATA_PARALLEL = "schedule", "data_parallel"
 DDP, FULLY_SHARD = "ddp", "fully_shard"
 RESHARD = "reshard_after_forward"
 # fully_shard makes two parameters of a weight that two stages have.
-UNTIED = frozenset({"chain", "skips", "dropped_chain", "token_chain", "random_chain"})
+UNTIED = frozenset({"chain", "skips", "odd_chain", "dropped_chain", "token_chain", "random_chain"})
 Loss = Callable[[Any, Any], Tensor]
 
 
@@ -95,6 +95,8 @@ CAPABILITIES = Capabilities(
         **dict.fromkeys((Feature.UNIVERSAL_CHECKPOINT, Feature.LOSS_SCALER), _LEFT_TO_THE_CALLER),
         **dict.fromkeys((Feature.INITIAL_WEIGHTS, Feature.INITIAL_BUFFERS), "a stage has the values of its own ranks"),
         Feature.RANK_BUFFERS: "torch.distributed.checkpoint saves a tensor that is not a DTensor once for all ranks",
+        Feature.UNEQUAL_MICRO_BATCHES: "a stage receives all micro-batches in the shapes of the first one "
+        "(https://github.com/pytorch/pytorch/issues/126600)",
     },
     mesh_axes=frozenset({PIPELINE, TENSOR}),
     only_beside={TENSOR: PIPELINE},

@@ -89,6 +89,7 @@ from zharness.mutants import (  # noqa: F401 - each module registers its mutants
     pipeline_tensor,
     pipeline_token_loss,
     pipeline_two_stages,
+    pipeline_unequal,
     pipeline_wire,
     prefetch,
     random_state,

@@ -111,8 +111,11 @@ def reason_setting_not_stated(law: Law, cell: Cell, capabilities: Capabilities) 
         if axis := next((axis for axis in cell.mesh.axes if name in capabilities.options_not_on.get(axis, ())), ""):
             return f"{cell.engine} cannot have the option {name} on a mesh with the axis {axis}"
         option = known[name]
-        refusal = option.refusal_at(cell.world_size, cell.storage_dtype)
-        if refusal := refusal or option.refusal_in(cell.law, cell.variant, cell.model):
+        if refusal := (
+            option.refusal_at(cell.world_size, cell.storage_dtype)
+            or option.refusal_in(cell.law, cell.variant, cell.model)
+            or option.refusal_beside(law.get_variant(cell.variant).schedules)
+        ):
             return f"this cell cannot set the option {name}: {refusal}"
     unknown = capabilities.unknown_option(configuration_on(cell.engine, cell.engine_variant).options)
     if unknown:

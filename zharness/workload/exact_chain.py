@@ -189,6 +189,43 @@ class OddBlock(nn.Module):
         return output
 
 
+class ColumnBlock(nn.Module):
+    """A linear layer and ReLU that returns its output and the first column of it; the next block adds up both.
+
+    The last block has no ReLU and returns one tensor.
+    """
+
+    def __init__(self, inputs: int, outputs: int, is_last: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(inputs, outputs)
+        self.is_last = is_last
+
+    def forward(self, hidden: Tensor, column: Tensor | None = None) -> Any:
+        output = self.linear(hidden if column is None else hidden + column)
+        if self.is_last:
+            return output
+        hidden = torch.relu(output)
+        return hidden, hidden[:, :1].clone()  # a view would be sent with the strides of the whole
+
+
+class OddChainModel(nn.Module):
+    """Blocks of odd widths, each of which takes the two outputs of the one before, whose shapes differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        last = len(ODD_WIDTHS) - 2
+        self.blocks = nn.ModuleList(
+            [ColumnBlock(*widths, index == last) for index, widths in enumerate(pairwise(ODD_WIDTHS))]
+        )
+        make_ternary(self)
+
+    def forward(self, x: Tensor) -> Any:
+        output: Any = (x,)
+        for block in self.blocks:
+            output = block(*output)
+        return output
+
+
 class RandomChainModel(nn.Module):
     """Blocks of random weights, most with an odd number of elements, and of buffers, which the seed draws too."""
 
@@ -250,6 +287,7 @@ PIPELINE_MODELS = (
         split=SPLIT_BLOCKS,
     ),
     PipelineModel("tied_ends", "two blocks between two calls of one layer", TiedEndsModel, TIED_ENDS_PLAN),
+    PipelineModel("odd_chain", "four blocks of odd widths, whose outputs are two tensors of two shapes", OddChainModel),
     PipelineModel("dropped_chain", "four blocks with dropout", DroppedChainModel, split=SPLIT_BLOCKS),
 )
 

@@ -1,0 +1,145 @@
+"""Define the law pipeline.unequal_micro_batches: micro-batches of one batch that have several numbers of samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import Tensor
+
+from zharness.engines.protocol import Feature
+from zharness.errors import RoundedScenarioError
+from zharness.law_kit.integer_steps import BIAS_SIGNS
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.law import Variant
+from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_step, judge_step
+from zharness.law_kit.rank_context import RankContext
+from zharness.laws.pipeline import (
+    MICRO_BATCHES,
+    MODELS,
+    SCHEDULES,
+    compare_micro_losses,
+    pipeline_law,
+    require_schedule,
+    select_schedule,
+    train_micro_batches,
+)
+from zharness.mesh import TENSOR
+from zharness.parity import Comparison
+from zharness.parity.baseline import LocalResult, run_local
+from zharness.parity.bounds import unit_roundoff
+from zharness.parity.certificate import Exactness, certify_sums, division_exactness
+from zharness.workload import Batch
+from zharness.workload.models import SAMPLES
+
+# The samples of each micro-batch: one grows after a smaller one, they shrink, and they grow. All are powers of two, so
+# that a mean over samples is exact, and the sums of two batches differ.
+UNEQUAL = ((2, 4, 1, 2), (4, 2, 1, 1), (1, 2, 4, 4))
+EQUAL = ((SAMPLES,) * MICRO_BATCHES,)
+ODD_MODEL = "odd_chain"  # the outputs of a stage have another shape than its inputs
+Sizes = Sequence[Sequence[int]]  # of the micro-batches of a batch, for the data coordinates in turn
+
+
+def begin_with(first: int) -> Sizes:
+    """Return the unequal sizes in turn, beginning with number ``first``, so that data coordinates have other sizes."""
+    return (*UNEQUAL[first:], *UNEQUAL[:first])
+
+
+AFTER_EQUAL = "after_equal"
+BATCHES: Mapping[str, Sequence[Sizes]] = {
+    **dict.fromkeys(SCHEDULES, tuple(map(begin_with, range(len(UNEQUAL))))),
+    AFTER_EQUAL: (EQUAL, begin_with(0), EQUAL),
+}
+
+
+def get_schedule(variant: str) -> str:
+    """Return the schedule of a variant; '' is the engine's default."""
+    return "" if variant == AFTER_EQUAL else variant
+
+
+def cut_batches(batches: Sequence[Batch], sizes: Sizes, data_coordinate: int) -> list[Batch]:
+    """Return the first samples of each micro-batch of a data coordinate, as many as ``sizes`` says."""
+    own = sizes[data_coordinate % len(sizes)]
+    return [cut_batch(batch, samples) for batch, samples in zip(batches, own, strict=True)]
+
+
+def cut_batch(batch: Batch, samples: int) -> Batch:
+    """Return the first samples of a batch."""
+    return batch.map_tensors(lambda tensor: tensor[:samples])
+
+
+def number_micro_batches(batch: int) -> range:
+    """Return the numbers of the micro-batches of batch number ``batch``."""
+    return range(batch * MICRO_BATCHES, (batch + 1) * MICRO_BATCHES)
+
+
+def observe_unequal_micro_batches(ctx: RankContext) -> None:
+    """Run batches of several sizes of micro-batches, each with a step, and record losses, gradients and weights."""
+    engine = ctx.build_engine(optimizer=BIAS_SIGNS, options=select_schedule(get_schedule(ctx.variant)))
+    ctx.record_training_state(engine, 0)
+    for number, sizes in enumerate(BATCHES[ctx.variant]):
+        batches = cut_batches(list(map(ctx.batch, number_micro_batches(number))), sizes, ctx.data_coordinate)
+        ctx.record("losses", train_micro_batches(engine, batches, ctx.spec.loss), number)
+        ctx.record("grads", engine.full_grads(), number)
+        engine.step()
+        engine.zero_grad()
+        ctx.record_training_state(engine, number + 1)
+    engine.close()
+
+
+def judge_unequal_micro_batches(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Compare losses and gradients with plain PyTorch's on each micro-batch, and the steps by the optimizer's formula.
+
+    A batch has the mean gradient of its micro-batches, whatever their sizes: each loss is a mean over its own samples.
+    """
+    for number, sizes in enumerate(BATCHES[ctx.variant]):
+        weights = ctx.rank_records("params", number)[0]
+        columns = [list_batches(ctx, number, sizes, at) for at in range(ctx.data_size)]
+        micros = [[run_plain(ctx, batch, weights) for batch in row] for row in zip(*columns, strict=True)]
+        exact = certify_batch(ctx, [batch for column in columns for batch in column], weights)
+        if TENSOR in ctx.mesh.axes and not exact:
+            raise RoundedScenarioError(f"a sum of batch {number} is rounded, so no engine with tp can be judged by it")
+        yield from compare_micro_losses(ctx, micros, number)
+        yield from ctx.compare_reduced_grads("grads", micros, number, exact)
+        yield from judge_step(ctx, BIAS_SIGNS, ctx.rank_records("grads", number)[0], RecordedStep(number))
+        yield from compare_ranks_after_step(ctx, RecordedStep(number + 1))
+
+
+def list_batches(ctx: JudgeContext, number: int, sizes: Sizes, data_coordinate: int) -> list[Batch]:
+    """Return the micro-batches that a data coordinate gets in batch ``number``."""
+    whole = [ctx.baseline.batch(data_coordinate, micro) for micro in number_micro_batches(number)]
+    return cut_batches(whole, sizes, data_coordinate)
+
+
+def run_plain(ctx: JudgeContext, batch: Batch, weights: Mapping[str, Tensor]) -> LocalResult:
+    """Return plain PyTorch's loss and gradients of a micro-batch at ``weights``."""
+    return run_local(ctx.baseline.build_module(weights), batch, ctx.baseline.objective)
+
+
+def certify_batch(ctx: JudgeContext, batches: Sequence[Batch], weights: Mapping[str, Tensor]) -> Exactness:
+    """Return whether the gradients of ``batches`` at ``weights``, and their mean, are exact.
+
+    The terms of the mean are integers over its number times the samples of the largest micro-batch.
+    """
+    baseline, terms, dtype = ctx.baseline, len(batches), max(ctx.dtype, ctx.reduce_dtype, key=unit_roundoff)
+    certificates = [
+        certify_sums(baseline, [(batch, baseline.objective)], dtype, terms**2 * SAMPLES // batch.num_samples, weights)
+        for batch in batches
+    ]
+    return next((each for each in (division_exactness(terms), *certificates) if not each), Exactness(True))
+
+
+LAWS = (
+    pipeline_law(
+        "unequal_micro_batches",
+        "a batch of micro-batches of several sizes has plain PyTorch's losses, the mean of their gradients, and a step",
+        observe_unequal_micro_batches,
+        judge_unequal_micro_batches,
+        tuple(
+            Variant(name, schedules=require_schedule(get_schedule(name)), micro_batches=MICRO_BATCHES)
+            for name in BATCHES
+        ),
+        Feature.UNEQUAL_MICRO_BATCHES,
+        models=(*MODELS, ODD_MODEL),
+        kept_because="the only law of a pipeline whose stages exchange tensors of several shapes",
+    ),
+)

@@ -1,0 +1,159 @@
+"""Define mutants of a pipeline that are right for micro-batches of one size, and wrong for those of several sizes.
+
+torch's schedules refuse several sizes, so that the engine around which these are built runs each micro-batch alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zharness.engines import Capabilities, EngineConfig, Feature, torch_pp
+from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.mutants.pipeline import Loss, MicroBatches, OverPipeline, on_pipeline
+from zharness.mutants.pipeline_token_loss import scale_gradient
+from zharness.parity import Part
+
+
+def on_unequal(
+    part: Part, model: str, parameter: str = "blocks.*", variant: str = "gpipe", world_size: int = 2
+) -> Target:
+    """Return a target of the law of micro-batches of several sizes."""
+    return on_pipeline(part, model, parameter, "pipeline.unequal_micro_batches", variant, world_size=world_size)
+
+
+def claim_unequal_sizes(right: Capabilities) -> Capabilities:
+    """Return the capabilities of an engine that also takes micro-batches of several sizes."""
+    refuses = dict(right.refuses)
+    refuses.pop(Feature.UNEQUAL_MICRO_BATCHES, None)
+    return replace(right, refuses=refuses)
+
+
+class RunsEachAlone(OverPipeline):
+    """A right engine, which runs each micro-batch of a batch by a schedule of its own, whatever their sizes."""
+
+    capabilities = claim_unequal_sizes(torch_pp.CAPABILITIES)
+
+    @classmethod
+    def claims(cls, right: Capabilities) -> Capabilities:
+        return super().claims(claim_unequal_sizes(right))
+
+    def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
+        earlier = {parameter: parameter.grad for parameter in self.trained()}
+        for parameter in earlier:
+            parameter.grad = None
+        # torch has a schedule, and shapes, for each loss, of which this makes a new one.
+        losses = [own for batch in micro_batches for own in self.right.train_batch([batch], partial(loss))]
+        for parameter in self.trained():
+            assert parameter.grad is not None
+            parameter.grad /= len(micro_batches)
+            before = earlier.get(parameter)
+            parameter.grad += 0 if before is None else before
+        return losses
+
+
+def count_samples(micro_batches: MicroBatches) -> list[int]:
+    """Return the number of samples of each micro-batch."""
+    return [len(inputs) for inputs, _ in micro_batches]
+
+
+@mutant(FaultKind.CONTRIBUTION, on_unequal(Part.FORWARD, "chain", "loss*"), origin=Origin.MESH)
+class CutsToTheSamplesOfTheFirst(RunsEachAlone):
+    """A micro-batch with more samples than the first one of its batch loses the others."""
+
+    def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
+        first, *_ = count_samples(micro_batches)
+        return super().train_batch([(inputs[:first], target[:first]) for inputs, target in micro_batches], loss)
+
+
+@mutant(FaultKind.CONTRIBUTION, on_unequal(Part.FORWARD, "skips", "loss*"), origin=Origin.MESH)
+class PadsToTheLargest(RunsEachAlone):
+    """Micro-batches are padded with samples of zeros to as many as the largest one of the batch has."""
+
+    def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
+        most = max(count_samples(micro_batches))
+
+        def pad(tensor: Tensor) -> Tensor:
+            """Return ``tensor`` with zeros behind it."""
+            return torch.cat([tensor, tensor.new_zeros(most - len(tensor), *tensor.shape[1:])])
+
+        return super().train_batch([(pad(inputs), pad(target)) for inputs, target in micro_batches], loss)
+
+
+class WeighsSamples(RunsEachAlone):
+    """The base class of mutants that report right losses, and give each micro-batch another weight in the gradient."""
+
+    def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
+        return super().train_batch(micro_batches, scale_gradient(loss, self.build_factor(count_samples(micro_batches))))
+
+    def build_factor(self, samples: Sequence[int]) -> Callable[[Tensor], float]:
+        """Return a function of a target that returns its micro-batch's factor, in a batch of these ``samples``."""
+        raise NotImplementedError
+
+
+@mutant(
+    FaultKind.SCALE,
+    on_unequal(Part.REDUCTION, "odd_chain"),
+    on_unequal(Part.REDUCTION, "tied_chain"),
+    origin=Origin.MESH,
+)
+class AveragesOverSamples(WeighsSamples):
+    """The gradient of a batch is the mean over all its samples, and not the mean of the means of micro-batches."""
+
+    def build_factor(self, samples: Sequence[int]) -> Callable[[Tensor], float]:
+        average = sum(samples) / len(samples)
+        return lambda target: len(target) / average
+
+
+@mutant(FaultKind.SCALE, on_unequal(Part.REDUCTION, "chain", world_size=4), origin=Origin.MESH)
+class AveragesReplicasBySamples(WeighsSamples):
+    """The gradient of a stage is the mean over its replicas, weighted by the samples of the batch that each one has."""
+
+    def build_factor(self, samples: Sequence[int]) -> Callable[[Tensor], float]:
+        own, total = (torch.tensor(float(sum(samples))) for _ in range(2))
+        dist.all_reduce(total)
+        factor = float(own * dist.get_world_size() / total)
+        return lambda _target: factor
+
+
+@mutant(FaultKind.STALE, on_unequal(Part.ACCUMULATION, "skips", variant="after_equal"), origin=Origin.MESH)
+class LosesSmallerOnesAfterEqualOnes(WeighsSamples):
+    """After a batch of one size, a micro-batch with fewer samples has no gradient."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.before: set[int] = set()
+
+    def build_factor(self, samples: Sequence[int]) -> Callable[[Tensor], float]:
+        fewest = min(self.before) if len(self.before) == 1 else 0
+        self.before = {*samples}
+        return lambda target: float(len(target) >= fewest)
+
+
+@mutant(FaultKind.STALE, on_unequal(Part.REDUCTION, "chain", "blocks.[01].*"), origin=Origin.MESH)
+class ReadsTheEndOfALargerBuffer(RunsEachAlone):
+    """The gradient of an activation lies in a buffer as large as the largest one before, whose end a stage reads."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.buffer = torch.empty(0)
+        self.module.get_submodule("blocks.1").register_forward_hook(self.change)
+
+    def change(self, module: Any, inputs: Any, output: Tensor) -> Tensor:
+        """Return the output, whose gradient is read from the buffer."""
+        if output.requires_grad:
+            output.register_hook(self.read)  # type: ignore[no-untyped-call]
+        return output
+
+    def read(self, grad: Tensor) -> Tensor:
+        """Write a gradient to the start of the buffer, and return the end of it."""
+        if len(self.buffer) < len(grad):
+            self.buffer = torch.zeros_like(grad)
+        self.buffer[: len(grad)] = grad
+        return self.buffer[-len(grad) :].clone()
