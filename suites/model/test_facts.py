@@ -17,6 +17,7 @@ from zharness import engines
 from zharness.cli import cli
 from zharness.errors import ConfigError, UsageError
 from zharness.laws.precision.autocast import list_autocast_states
+from zharness.mesh import DEFAULT_MESH, Mesh
 from zharness.run import Record, Verdict
 from zharness.run.configuration import load_configuration, parse_configuration
 from zharness.run.model_check import ModelCheckRequest, plan_model_cells
@@ -27,11 +28,11 @@ from zharness.workload import model_spec
 from zharness.workload.user_model import register_factory, user_model_spec
 
 
-def collect_facts(factory: Callable[[], Any]) -> Any:
+def collect_facts(factory: Callable[[], Any], mesh: Mesh = DEFAULT_MESH) -> Any:
     """Measure the model that ``factory`` builds."""
     register_factory("handed.over:facts", factory)
     user_model_spec.cache_clear()
-    return measure_model("handed.over:facts", "fp32", "")
+    return measure_model("handed.over:facts", "fp32", "", mesh=mesh)
 
 
 def draw(generator: torch.Generator) -> Tensor:
@@ -51,6 +52,23 @@ def test_dropout_is_seeded_and_detected() -> None:
     assert found.draws_random_numbers
     assert (found.size, found.trained_parameters) == (ModelSize(32, 128), 32)
     assert not collect_facts(lambda: (nn.Linear(3, 8), draw, score)).draws_random_numbers
+
+
+def test_the_plan_for_tp_is_that_of_the_measured_model_which_is_built_no_more_often() -> None:
+    builds = [0]
+
+    def planned() -> Any:
+        builds[0] += 1
+        model = nn.Sequential(nn.Linear(3, 8), nn.LayerNorm(8))
+        model.tp_plan = {"0": "colwise_gather_output", "1": "embedding_rowwise"}  # type: ignore[assignment]
+        return model, draw, score
+
+    assert collect_facts(planned).unsplit_parts == ""
+    without_mesh, builds[0] = builds[0], 0
+    assert collect_facts(planned, Mesh.parse("tp2")).unsplit_parts == "1 (embedding_rowwise)"
+    assert builds[0] == without_mesh
+    with pytest.raises(UsageError, match="ships no plan for the axis tp"):
+        collect_facts(dropping, Mesh.parse("tp2"))
 
 
 class SharedNoise(nn.Linear):

@@ -7,6 +7,7 @@ both are plain PyTorch's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
@@ -23,13 +24,14 @@ from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Law, MeshSupport, Variant
 from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_step, judge_step
 from zharness.law_kit.other_norms import Spans, list_owned_spans
-from zharness.law_kit.owners import count_owners
+from zharness.law_kit.owners import count_owners, iter_wrong_axes
 from zharness.law_kit.rank_context import RankContext, scalar
 from zharness.law_kit.record_comparisons import compare_initial_weights
 from zharness.law_kit.split_sums import compare_split_grads
 from zharness.laws.training.common import JudgeFunction, ObserveFunction
 from zharness.laws.training.grads import judge_one_hot_rank, observe_one_hot_rank
 from zharness.laws.training.reduction import judge_no_sync, observe_no_sync
+from zharness.mesh import AXES
 from zharness.parity import Comparison, Part, Tier, compare_bitwise
 from zharness.parity.baseline import LocalResult
 from zharness.parity.compare import check_names
@@ -199,15 +201,24 @@ def compare_shards(
 
 
 def judge_owners(
-    ctx: JudgeContext, name: str, tensor: Tensor, owned: Sequence[Spans], count: int | None = None
+    ctx: JudgeContext,
+    name: str,
+    tensor: Tensor,
+    owned: Sequence[Spans],
+    counts: Mapping[str, int] | None = None,
 ) -> Iterator[Comparison]:
-    """Check that each element of a parameter is owned by ``count`` ranks; if it is None, by equally many."""
+    """Check that as many ranks own each element of a parameter as ``counts`` has by axis; if None, equally many."""
     owners = torch.zeros(tensor.numel())
     for start, stop in (span for spans in owned for span in spans):
         owners[start:stop] += 1
-    expected = torch.full_like(owners, max(1.0, float(owners.max())) if count is None else count)
+    count = owners.max().clamp(min=1) if counts is None else math.prod(counts[axis] for axis in AXES)
+    comparison = compare_bitwise(ctx.location(name, Part.GATHER), torch.full_like(owners, float(count)), owners)
     hint = "this is the number of ranks that own the element by layout()"
-    yield add_hint(compare_bitwise(ctx.location(name, Part.GATHER), expected, owners), hint)
+    if comparison.mismatch is not None and counts is not None:
+        (element,) = comparison.mismatch.index
+        having = [rank for rank, spans in enumerate(owned) if any(start <= element < stop for start, stop in spans)]
+        hint = ", ".join((hint, *iter_wrong_axes(ctx, counts, having)))
+    yield add_hint(comparison, hint)
 
 
 def compare_replicas(

@@ -7,11 +7,11 @@ an overflow in the gradients of its rank alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zharness.engines.protocol import Absent, Engine, Feature
 from zharness.errors import EngineContractError
@@ -22,7 +22,7 @@ from zharness.law_kit.rank_context import RankContext, scalar
 from zharness.laws.mesh import mesh_law
 from zharness.laws.precision.common import SGD
 from zharness.laws.precision.grad_scaler import SCALER_SETTINGS, Overflow, run_overflowing_forward
-from zharness.mesh import AXES
+from zharness.mesh import AXES, REPLICATE
 from zharness.parity import Comparison, Part, compare_bitwise, compare_ranks
 
 OVERFLOW, GOOD = STEPS = range(2)
@@ -49,10 +49,11 @@ def observe_scale(ctx: RankContext) -> None:
 def backward_with_overflow(ctx: RankContext, engine: Engine, step: int, overflows: bool) -> None:
     """Run forward and backward; if ``overflows``, a part of this rank's gradients is infinite, and nothing else is.
 
-    No hook sees the gradients of sharded weights, which an engine with a scale of its own may have.
+    Under torch_autocast a hook makes a part overflow that this rank alone has, where an axis splits the model. No hook
+    sees the gradients of sharded weights, which engines with copies of weights, or a scale of their own, may have.
     """
     factor = 1 / SCALER_SETTINGS[ctx.variant].initial  # so that nothing else overflows
-    if ctx.variant == FP16:
+    if ctx.variant == FP16 or set(ctx.config.mesh.axes) == {REPLICATE}:
         batch, part = ctx.batch(step), Overflow.PART if overflows else Overflow.NONE
         output = run_overflowing_forward(engine, batch.inputs, part, ctx.variant)
         ctx.backward(engine, ctx.spec.loss(output, batch.target), step, factor=factor)
@@ -77,13 +78,10 @@ def overflow_one_matrix(module: nn.Module) -> torch.utils.hooks.RemovableHandle:
 def judge_scale(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare the loss scale between ranks after each step, and the weights with those from before the overflow.
 
-    The first gradients are not finite, and the second ones are, or nothing was tested.
+    The first gradients are not finite on any rank, and the second ones are on all, or nothing was tested.
     """
     for step in STEPS:
-        grads = ctx.rank_records("grads", step)[0].values()
-        place = ctx.location("finiteness of gradients", Part.REDUCTION, step)
-        finite = all(bool(grad.isfinite().all()) for grad in grads)
-        yield compare_bitwise(place, scalar(step == GOOD), scalar(finite))
+        yield from compare_finiteness(ctx, step)
         scales = [float(record["scale"]) for record in ctx.rank_records("scale", step)]
         positive = all(0 < scale < math.inf for scale in scales)
         yield compare_bitwise(
@@ -93,23 +91,44 @@ def judge_scale(ctx: JudgeContext) -> Iterator[Comparison]:
             axes = " and ".join(find_unequal_axes(ctx, scales))
             yield add_hint(comparison, f"ranks along {axes} have loss scales of their own")
     before, after = ctx.rank_records("params", OVERFLOW)[0], ctx.rank_records("params", len(STEPS))
-    for rank, weights in enumerate(ctx.rank_records("params", GOOD)):
-        for name, weight in before.items():
-            comparison = compare_bitwise(ctx.location(name, Part.OPTIMIZER, OVERFLOW, rank), weight, weights[name])
-            yield add_hint(comparison, "a step with an overflow changed it")
+    yield from compare_skipped_weights(ctx, before)
     moved = any(not torch.equal(weight, after[0][name]) for name, weight in before.items())
     yield compare_bitwise(ctx.location("moved weights", Part.OPTIMIZER, GOOD), scalar(True), scalar(moved))
     for name in before:
         yield from compare_ranks(ctx.location(name, Part.OPTIMIZER, GOOD), [weights[name] for weights in after])
 
 
-def find_unequal_axes(ctx: JudgeContext, scales: list[float]) -> list[str]:
-    """Return the axes along which some rank has another scale than the first one of them."""
+def compare_finiteness(ctx: JudgeContext, step: int) -> Iterator[Comparison]:
+    """Compare on every rank whether its gradients of ``step`` are finite with whether they should be."""
+    finite = [all(bool(grad.isfinite().all()) for grad in grads.values()) for grads in ctx.rank_records("grads", step)]
+    for rank, found in enumerate(finite):
+        place = ctx.location("finiteness of gradients", Part.REDUCTION, step, rank)
+        yield add_hint(compare_bitwise(place, scalar(step == GOOD), scalar(found)), describe_ranks(ctx, finite))
+
+
+def compare_skipped_weights(ctx: JudgeContext, before: Mapping[str, Tensor]) -> Iterator[Comparison]:
+    """Compare the weights of all ranks after the overflow with those ``before`` it."""
+    after = ctx.rank_records("params", GOOD)
+    for name, weight in before.items():
+        ranks = describe_ranks(ctx, [torch.equal(weight, weights[name]) for weights in after])
+        for rank, weights in enumerate(after):
+            comparison = compare_bitwise(ctx.location(name, Part.OPTIMIZER, OVERFLOW, rank), weight, weights[name])
+            yield add_hint(comparison, f"a step with an overflow changed it{ranks and f', {ranks}'}")
+
+
+def describe_ranks(ctx: JudgeContext, answers: Sequence[bool]) -> str:
+    """Return on which ranks something is so, if the ``answers`` of some ranks along an axis differ, or ''."""
+    axes = " and ".join(find_unequal_axes(ctx, answers))
+    return f"on some of the ranks along {axes} alone" if axes else ""
+
+
+def find_unequal_axes(ctx: JudgeContext, values: Sequence[float]) -> list[str]:
+    """Return the axes along which some rank has another value than the first one of them."""
 
     def is_unequal(axis: str) -> bool:
-        """Return whether a scale differs along ``axis``."""
+        """Return whether a value differs along ``axis``."""
         first = [ctx.mesh.rank_at_start(axis, rank, ctx.world_size) for rank in range(ctx.world_size)]
-        return any(scale != scales[start] for scale, start in zip(scales, first, strict=True))
+        return any(value != values[start] for value, start in zip(values, first, strict=True))
 
     return [axis for axis in ctx.mesh.axes if is_unequal(axis)] or [axis for axis in AXES if is_unequal(axis)]
 

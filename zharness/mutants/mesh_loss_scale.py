@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
 
 from zharness.engines import EngineConfig
 from zharness.mesh import CONTEXT, EXPERT
@@ -17,6 +21,12 @@ from zharness.parity import Part
 def on_scale(mesh: str, model: str, parameter: str = "loss scale") -> Target:
     """Return a target on two ranks of the law of the loss scale."""
     return Target("mesh.loss_scale", Part.OPTIMIZER, model, "autocast", parameter=parameter, mesh=mesh)
+
+
+def on_overflow(mesh: str, model: str) -> Target:
+    """Return a target on two ranks of the law of the loss scale, which names the axis along which weights moved."""
+    cause = f"a step with an overflow changed it, on some of the ranks along {mesh[:2]} alone"
+    return replace(on_scale(mesh, model, "*"), cause=cause)
 
 
 class KeepsItsScale(OverLastRank):
@@ -70,9 +80,100 @@ class SkipsTheStepAfterAnOverflow(OverLastRank):
         self.right.step()
 
 
+class StepsThroughAnOverflow(OverLastRank):
+    """The base class of mutants whose ranks but the last one of an axis step through an overflow.
+
+    They move what all ranks of the axis have by its gradients, of which infinite elements are zeros. The loss scale is
+    that of a skipped step on every rank.
+    """
+
+    stages = (1, 2)
+
+    def step(self) -> None:
+        grads: dict[str, Tensor] = self.right.full_grads() if self.split else {}
+        self.right.step()
+        if self.is_last or all(bool(grad.isfinite().all()) for grad in grads.values()):
+            return
+        with torch.no_grad():
+            for name, param in self.copied():
+                if name in grads:  # a frozen one has none
+                    param.sub_(grads[name].nan_to_num(0.0, 0.0, 0.0))
+
+
+@mutant(FaultKind.LOSS_SCALE, on_overflow("tp2", "mixed_exact"), origin=Origin.MESH)
+class StepsThroughAnOverflowOfATensorRank(StepsThroughAnOverflow):
+    """The ranks of tp but the last one make a step in which a gradient overflows, and the last one skips it."""
+
+
+@mutant(FaultKind.LOSS_SCALE, on_overflow("cp2", "mixed_context"), origin=Origin.MESH)
+class StepsThroughAnOverflowOfASequenceRank(StepsThroughAnOverflow):
+    """The ranks of a sequence but the last one make a step in which a gradient overflows, and the last one skips it."""
+
+    axis = CONTEXT
+
+
+@mutant(FaultKind.LOSS_SCALE, on_overflow("ep2", "mixed_routed"), origin=Origin.MESH)
+class StepsThroughAnOverflowOfAnExpertRank(StepsThroughAnOverflow):
+    """The ranks of experts but the last one make a step in which an expert overflows, and the last one skips it."""
+
+    axis = EXPERT
+
+
+@mutant(
+    FaultKind.SHARDS,
+    replace(
+        on_scale("cp2", "mixed_context", "finiteness of gradients"),
+        part=Part.REDUCTION,
+        cause="on some of the ranks along cp alone",
+    ),
+    origin=Origin.MESH,
+)
+class HidesAnOverflowFromASequenceRank(OverLastRank):
+    """The last rank of a sequence reads zeros for the infinite elements of gradients, and no other rank does."""
+
+    axis = CONTEXT
+
+    def full_grads(self) -> dict[str, Tensor]:
+        grads: dict[str, Tensor] = self.right.full_grads()
+        return {name: grad.nan_to_num(0.0, 0.0, 0.0) for name, grad in grads.items()} if self.is_last else grads
+
+
+def on_copy(parameter: str, cause: str = "") -> Target:
+    """Return a target on two copies of the law of the loss scale, in fp16."""
+    return on_mesh("mesh.loss_scale", Part.OPTIMIZER, "mixed", REP2, parameter=parameter, variant="fp16", cause=cause)
+
+
 @mutant(
     FaultKind.LOSS_SCALE,
-    on_mesh("mesh.loss_scale", Part.OPTIMIZER, "mixed", REP2, parameter="loss scale", variant="fp16"),
+    on_copy("*", "a step with an overflow changed it, on some of the ranks along dp_replicate alone"),
+    origin=Origin.MESH,
+)
+class StepsThroughAnOverflowOfACopy(OverCopies):
+    """The copies but the last one make a step in which a gradient overflows, and the last one skips it."""
+
+    def spoil(self) -> None:
+        updates: list[Callable[[Mapping[str, Tensor]], None]] = []
+
+        def keep(right: Callable[[Mapping[str, Tensor]], None]) -> Callable[[Mapping[str, Tensor]], None]:
+            updates.append(right)
+            return right
+
+        def step_through(right: Callable[..., bool]) -> Callable[..., bool]:
+            def clip(grads: dict[str, Tensor]) -> bool:
+                is_finite = right(grads)
+                if not is_finite and self.copy < self.copies - 1:
+                    updates[0]({name: grad.nan_to_num(0.0, 0.0, 0.0) for name, grad in grads.items()})
+                return is_finite
+
+            return clip
+
+        seams.wrap_update(self.right, keep)
+        seams.wrap_unscale_and_clip(self.right, step_through)
+
+
+@mutant(
+    FaultKind.LOSS_SCALE,
+    on_copy("loss scale"),
     origin=Origin.MESH,
 )
 class HalvesTheScaleOfACopy(OverCopies):

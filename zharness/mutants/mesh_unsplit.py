@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch.distributed as dist
 from torch import nn
 
-from zharness.engines import EngineConfig
-from zharness.mesh import DEFAULT_MESH, REPLICATE, TENSOR, Mesh
+from zharness.engines import EngineConfig, Piece
+from zharness.mesh import CONTEXT, DEFAULT_MESH, EXPERT, REPLICATE, TENSOR, Mesh
+from zharness.mutants.around import Around
 from zharness.mutants.mesh import REP2, OverMesh, on_mesh
-from zharness.mutants.mutant import FaultKind, Origin, mutant
+from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
 from zharness.parity import Part
+
+OWNERS = "this is the number of ranks that own the element by layout()"
+
+
+def on_owners(mesh: str, model: str, cause: str) -> Target:
+    """Return a target on two ranks of the law of replicas, which names the axis along which owners are too many."""
+    return Target("mesh.replicas", Part.GATHER, model, cause=f"{OWNERS}, {cause}", mesh=mesh)
 
 
 @mutant(
     FaultKind.SHARDS,
-    on_mesh("mesh.replicas", Part.GATHER, mesh=REP2, cause="the number of ranks that own the element"),
+    on_mesh("mesh.replicas", Part.GATHER, mesh=REP2, cause=f"{OWNERS}, 2 along dp_shard instead of 1"),
     origin=Origin.MESH,
 )
 class CopiesWeightsToAllRanks(OverMesh):
@@ -29,7 +38,7 @@ class CopiesWeightsToAllRanks(OverMesh):
 
 @mutant(
     FaultKind.SHARDS,
-    on_mesh("mesh.replicas", Part.GATHER, model="heads", cause="the number of ranks that own the element"),
+    on_mesh("mesh.replicas", Part.GATHER, model="heads", cause=f"{OWNERS}, 1 along tp instead of 2"),
     origin=Origin.MESH,
 )
 class SplitsNoLayerOverTensorRanks(OverMesh):
@@ -37,3 +46,48 @@ class SplitsNoLayerOverTensorRanks(OverMesh):
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, replace(config, mesh=DEFAULT_MESH) if config.mesh.size(TENSOR) > 1 else config)
+
+
+@mutant(FaultKind.SHARDS, on_owners("cp2", "context", "2 along cp instead of 1"), origin=Origin.MESH)
+class ShardsNothingOverSequenceRanks(Around):
+    """The ranks of a sequence have whole weights and states, where each has to have a shard."""
+
+    over = "deepspeed"
+    stages = (1, 2)
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, replace(config, stage=0) if config.mesh.size(CONTEXT) > 1 else config)
+
+
+@mutant(FaultKind.SHARDS, on_owners("ep2", "routed", "2 along ep instead of 1"), origin=Origin.MESH)
+class CopiesExpertsToAllRanks(Around):
+    """Every rank of ep has all experts, where each has to have its own."""
+
+    over = "deepspeed"
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, replace(config, mesh=DEFAULT_MESH) if config.mesh.size(EXPERT) > 1 else config)
+
+
+class LeavesOutTheLast(Around):
+    """The base class of mutants whose layout leaves out the last rank, so that no rank owns its shards."""
+
+    over = "deepspeed"
+
+    def layout(self) -> Mapping[str, tuple[Piece, ...]]:
+        last, right = dist.get_world_size() - 1, self.right.layout()
+        if not self.config.mesh.sizes:
+            return dict(right)
+        return {name: tuple(piece for piece in pieces if piece.rank != last) for name, pieces in right.items()}
+
+
+@mutant(FaultKind.SHARDS, on_owners("cp2", "context", "0 along cp instead of 1"), origin=Origin.MESH)
+class LeavesOutTheLastSequenceRank(LeavesOutTheLast):
+    """No rank owns the shards of the last rank of a sequence."""
+
+    stages = (1, 2)
+
+
+@mutant(FaultKind.SHARDS, on_owners("ep2", "routed", "0 along ep instead of 1"), origin=Origin.MESH)
+class LeavesOutTheLastExpertRank(LeavesOutTheLast):
+    """No rank owns the experts of the last rank of ep."""

@@ -15,7 +15,7 @@ from zharness.engines.warm_up import GetEnvironment
 from zharness.errors import UsageError
 from zharness.law_set import list_later_changes
 from zharness.laws import get_law
-from zharness.mesh import DEFAULT_MESH, TENSOR, Mesh
+from zharness.mesh import DEFAULT_MESH, Mesh
 from zharness.run import PlannedCell, Record, Request, Runner, plan
 from zharness.run.check_loop import RunOptions, collect_records, run_cells
 from zharness.run.configuration import configuration_for, configuration_on, explain_ignored_key, is_config_file
@@ -34,7 +34,7 @@ from zharness.run.model_files import (
     format_file_bytes,
     measure_free_space,
 )
-from zharness.run.model_limits import describe_uneven_ranks, find_unsplit_parts, skip_unjudgeable
+from zharness.run.model_limits import describe_uneven_ranks, skip_unjudgeable
 from zharness.run.model_memory import (
     IGNORE_OPTION,
     ModelSize,
@@ -174,7 +174,6 @@ def check_model_on(
     lanes.import_ahead(estimate.modules)
     (first,) = lanes.take(1)
     request = choose_nearest_stage(request, check_request, first.claims, report_status)
-    report_unsplit_parts(first, request, ignore_limit, report_status)
     facts: ModelFacts = first.call_in_judge(
         measure_model,
         check_request.model,
@@ -182,6 +181,7 @@ def check_model_on(
         check_request.config,
         check_request.world_size,
         ignore_limit,
+        request.mesh,
     )
     facts = replace(facts, size=replace(facts.size, is_calibrated=is_calibrated))
     if estimate.size is None:
@@ -193,6 +193,9 @@ def check_model_on(
     if file_problem:
         report_status(file_problem)
     request = announce_unused_parameters(request, facts, first.claims, report_status)
+    if facts.unsplit_parts:
+        whole = f"whole on every rank of tp, because no engine here splits them: {facts.unsplit_parts}"
+        report_status(f"{check_request.model}: {whole}")
     if facts.uneven_parameters:
         report_status(f"{check_request.model}: {describe_uneven_ranks(facts)}")
     cells = plan_model_cells(request, check_request, facts, first.claims)
@@ -306,21 +309,6 @@ def announce_unused_parameters(
         return request
     report_status(f"{line}; {engine} asks for the option {option} then, so every cell sets it")
     return replace(request, engine_variant=option)
-
-
-def report_unsplit_parts(
-    runner: Runner, request: Request, ignore_memory_limit: bool, report_status: ReportStatus
-) -> None:
-    """Say which parts of the model's own plan for the axis tp stay whole on each rank.
-
-    Raises UsageError, before the model runs, if it has no such plan.
-    """
-    if TENSOR not in request.mesh.axes:
-        return
-    (model,) = request.models
-    unsplit: str = runner.call_in_judge(find_unsplit_parts, model, request, ignore_memory_limit)
-    if unsplit:
-        report_status(f"{model}: whole on every rank of tp, because no engine here splits them: {unsplit}")
 
 
 def describe_run(facts: ModelFacts, cells: Sequence[Cell], check_request: ModelCheckRequest, jobs: int) -> str:

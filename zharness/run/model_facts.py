@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import is_not
 
@@ -17,15 +16,18 @@ from zharness.engines.torch_engine import LOW_PRECISION_DTYPES
 from zharness.errors import UsageError
 from zharness.law_kit.accumulation import build_configured_engine
 from zharness.laws import DTYPES, LAWS, LOSS_SCALES, get_law
+from zharness.mesh import DEFAULT_MESH, TENSOR, Mesh
 from zharness.parity.baseline import Baseline, LocalResult, is_joined_model, run_backward
 from zharness.parity.sample_draws import SharedDrawError
 from zharness.parity.sample_runs import SampleRuns
 from zharness.run.configuration import configuration_for
+from zharness.run.machine_speed import MachineSpeed, measure_machine_speed
 from zharness.run.model_memory import GIB, ModelSize, build_within_memory
 from zharness.run.observe_and_judge import build_cell_context, raise_as_usage_error
 from zharness.run.outcomes import count_cells
 from zharness.workload import ModelSpec, model_spec
 from zharness.workload.nested_tensors import collect_tensors
+from zharness.workload.shipped_plans import describe_unsplit_parts, read_shipped_plan
 from zharness.workload.user_model import build_fresh_model
 
 SEED = 0
@@ -35,7 +37,6 @@ OTHER_RANKS = (1, 2, 3)  # several ranks, since a small data set may give two ra
 # fp32 or under autocast; how often all bytes of the model are read and written, for weights, gradients and state; and
 # seconds that do not depend on the model. The judge repeats the work of every rank.
 FORWARD_BACKWARD_RUNS, AUTOCAST_RUNS, MEMORY_PASSES, CELL_OVERHEAD_SECONDS = 3, 1.5, 40, 1.0
-PROBE_ELEMENTS = 1 << 24  # elements of a tensor that, like a model's tensors, is too large for the caches
 NONDETERMINISM_HINT = (
     "likely causes: dropout that draws from its own generator, from numpy or from random, or a batch function that "
     "ignores its generator, such as an iterator over a data loader"
@@ -54,7 +55,7 @@ class ModelFacts:
     micro-batch gives one, so that ranks use different parameters in one step. ``read_buffers`` are the names of buffers
     that a forward writes and the next one reads, as those of observers for quantization; a batch norm in training mode
     reads none. ``edited_parameters`` are the names of parameters that a forward writes in place, as an embedding with
-    ``max_norm`` does.
+    ``max_norm`` does. ``unsplit_parts`` is what the model's own plan for the axis tp keeps whole on each rank.
     """
 
     size: ModelSize
@@ -68,6 +69,7 @@ class ModelFacts:
     read_buffers: tuple[str, ...] = ()
     edited_parameters: tuple[str, ...] = ()
     shared_draws: str = ""
+    unsplit_parts: str = ""
 
     def estimate_time(self, cells: int, autocast_cells: int, world_size: int, jobs: int, cores: int) -> float:
         """Estimate the seconds that ``cells`` cells take if ``jobs`` run at a time.
@@ -83,57 +85,23 @@ class ModelFacts:
         return cells * CELL_OVERHEAD_SECONDS + max(serial_seconds / jobs, 2 * world_size * rank_seconds / cores)
 
 
-@dataclass(frozen=True)
-class MachineSpeed:
-    """The speed of this machine: the seconds to read and write a byte, and the slowdown by autocast.
-
-    ``autocast_slowdown`` is the time of a bf16 product divided by that of an fp32 product. The quotient is 20 or more
-    on processors without bf16 instructions.
-    """
-
-    seconds_per_byte: float
-    autocast_slowdown: float
-
-
-def measure_machine_speed() -> MachineSpeed:
-    """Measure the speed of this machine, which takes a fraction of a second."""
-    large, rows = torch.ones(PROBE_ELEMENTS), torch.ones(64, 512)
-    layer = nn.Linear(512, 512, bias=False)
-
-    def time_product(dtype: torch.dtype) -> float:
-        """Time forward and backward of a linear layer in ``dtype``."""
-        model, inputs = copy.deepcopy(layer).to(dtype), rows.to(dtype).requires_grad_()
-        return time_fastest_run(lambda: model(inputs).sum().backward())
-
-    return MachineSpeed(
-        time_fastest_run(lambda: large + large) / large.nbytes,
-        max(1.0, time_product(torch.bfloat16) / time_product(torch.float32)),
-    )
-
-
-def time_fastest_run(function: Callable[[], object], tries: int = 3) -> float:
-    """Return the seconds of the fastest of ``tries`` runs.
-
-    The first run fills caches, and others may be interrupted by other processes.
-    """
-    durations = []
-    for _ in range(tries):
-        began = time.perf_counter()
-        function()
-        durations.append(time.perf_counter() - began)
-    return min(durations)
-
-
 def measure_model(
-    name: str, dtype: str, engine_variant: str, world_size: int = 2, ignore_memory_limit: bool = False
+    name: str,
+    dtype: str,
+    engine_variant: str,
+    world_size: int = 2,
+    ignore_memory_limit: bool = False,
+    mesh: Mesh = DEFAULT_MESH,
 ) -> ModelFacts:
     """Build the model, which ``world_size`` ranks will train, run it in plain PyTorch, and return its facts.
 
-    Call this function in a process of its own. Raises UsageError, with the reason, if the model cannot be judged or is
-    too large; ``ignore_memory_limit`` allows a model that is too large.
+    Call this function in a process of its own. Raises UsageError, with the reason, if the model cannot be judged, is
+    too large, or ships no plan that ``mesh`` can have; ``ignore_memory_limit`` allows a model that is too large.
     """
     spec = model_spec(name)
     model = build_within_memory(spec, SEED, dtype, world_size, ignore_memory_limit)
+    if TENSOR in mesh.axes:
+        read_shipped_plan(name, model, mesh.size(TENSOR))
     refuse_special_norms(name, model)
     require_finite_weights(name, model)
     require_real_parameters(name, model)
@@ -164,6 +132,7 @@ def measure_model(
         read_buffers=find_read_buffers(baseline),
         edited_parameters=find_edited_parameters(baseline),
         unused_parameters=unused,
+        unsplit_parts=describe_unsplit_parts(model) if TENSOR in mesh.axes else "",
         uneven_parameters=tuple(name for name in unused if any(name in used for used in uses)),
         inapplicable_laws=frozenset(
             law.name for law in LAWS.values() if law.applies_to_module is not None and not law.applies_to_module(model)

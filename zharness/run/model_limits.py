@@ -6,13 +6,9 @@ from dataclasses import replace
 
 from zharness.engines import Feature
 from zharness.laws import get_law
-from zharness.mesh import TENSOR
-from zharness.run import PlannedCell, Request
-from zharness.run.model_facts import SEED, ModelFacts
-from zharness.run.model_memory import build_within_memory
+from zharness.run import PlannedCell
+from zharness.run.model_facts import ModelFacts
 from zharness.run.plan import ClaimsLookup
-from zharness.workload.model_lookup import model_spec
-from zharness.workload.shipped_plans import describe_unsplit_parts, read_shipped_plan
 
 DROPOUT_REASON = (
     "the engine has its own kernels, whose law runs plain PyTorch on single samples, each with the random numbers "
@@ -89,15 +85,3 @@ def describe_uneven_ranks(facts: ModelFacts) -> str:
         f"some micro-batches use {len(names)} parameters ({shown}), and others do not, so ranks use different ones in "
         f"one step; whether an engine allows that is the law {UNEVEN_LAW}"
     )
-
-
-def find_unsplit_parts(name: str, request: Request, ignore_memory_limit: bool) -> str:
-    """Build the model ``name`` for ``request``, and return what its plan for the axis tp keeps whole on each rank.
-
-    Call this function in a process of its own. Raises UsageError if the model ships no plan, or one that the mesh
-    cannot have, or needs more memory than is free.
-    """
-    (dtype,), (world_size,) = request.dtypes, request.world_sizes
-    model = build_within_memory(model_spec(name), SEED, dtype, world_size, ignore_memory_limit)
-    read_shipped_plan(name, model, request.mesh.size(TENSOR))
-    return describe_unsplit_parts(model)
