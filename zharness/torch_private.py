@@ -214,6 +214,24 @@ def agree_on_group_names(device: torch.device) -> None:
     world.group_count = int(count)
 
 
+def count_collectives() -> dict[tuple[str, tuple[int, ...]], int]:
+    """Return how many collectives, sends and receives this rank has started on each of its process groups.
+
+    A group's key is its name and its ranks (_world.pg_map, _get_sequence_number_for_group, torch 2.1). A group that
+    does not count has -1.
+    """
+    world = dist.distributed_c10d._world
+    counts: dict[tuple[str, tuple[int, ...]], int] = {}
+    for group in world.pg_map:
+        key = world.pg_names[group], tuple(sorted(world.pg_group_ranks[group]))
+        counter: Any = group  # torch's stubs do not have the method
+        try:
+            counts[key] = counter._get_sequence_number_for_group()
+        except RuntimeError:
+            counts[key] = -1
+    return counts
+
+
 def resolve_process_group(argument: Any) -> dist.ProcessGroup | None:
     """Return the group that an argument of a collective operator names, or None for another argument.
 

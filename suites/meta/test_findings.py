@@ -46,7 +46,6 @@ WITHOUT_A_CAUSE = {
     },
     "deepspeed_releases": {"state.several_saves"},  # weights after a step whose forward used older ones
     "megatron_fsdp": {
-        "backward.backward_in_forward",  # on copies of shards: the judge knows the rule of one copy alone
         "checkpointing.two_regions",  # as fsdp2's
         "access.write_param",  # a write races with a gather, so that the loss differs from run to run
         "precision.weights_of_two_dtypes",  # all weights of a unit are wrong, and the judge has only the loss

@@ -34,6 +34,7 @@ from zharness.law_kit.scenario_judge import (
     describe_counted_terms,
     hint_old_gradient,
     reduce_at_each_end,
+    reduce_on_copies,
 )
 from zharness.law_kit.window_judge import (
     OLD_WEIGHTS_HINT,
@@ -193,6 +194,18 @@ def test_an_end_of_a_backward_reduces_again_what_is_left_in_the_buffers() -> Non
     assert reduce_at_each_end(terms, owned, 1.0, 2).tolist() == [111.0, 111.0], "a micro-batch leaves nothing"
     assert reduce_at_each_end(terms, owned, 1.0, 3).tolist() == [0.0, 0.0], "two ends are not three"
     assert reduce_at_each_end([terms[0], []], owned, 1.0, 1).tolist() == [0.0, 0.0]
+
+
+def test_each_reduction_sums_over_the_copies_what_earlier_ones_added() -> None:
+    # Two copies of two shards, of which each rank but the last has a term of 4, and rank 3 one of 8, in the first end.
+    terms = [[torch.full((2,), first), torch.full((2,), 4.0)] for first in (4.0, 4.0, 4.0, 8.0)]
+    owned = [(0, 0, 1), (1, 1, 2), (2, 0, 1), (3, 1, 2)]
+    first = 20 / 4
+    # A rank has the reduced 8 / 4 or 12 / 4 of its copy in its own part, and in the other one a term of its own.
+    left = torch.tensor([8 / 4 + 4 / 4 + 12 / 4 + 8 / 4, 8 / 4 + 4 / 4 + 12 / 4 + 4 / 4]) / 4
+    expected = 4 * (2 * (2 * first + left) + 16 / 4)
+    assert torch.equal(reduce_on_copies(terms, owned, 0.25, 2), expected.double())
+    assert reduce_on_copies([*terms[:3], []], owned, 0.25, 2).tolist() == []
 
 
 def make_context(**records: torch.Tensor) -> Any:

@@ -116,6 +116,30 @@ def test_ranks_that_raise_the_same_error_are_kept_if_the_task_says_so(
     assert [total for _, _, total in after] == [1.0, 1.0]
 
 
+def gather_for_a_while(counts: tuple[int, int], makes_group: bool) -> None:
+    """Raise after as many asynchronous barriers as ``counts`` has for this rank, of a group of its own or the world."""
+    group = dist.new_group([0, 1]) if makes_group else None
+    for number in range(3):
+        if number == counts[dist.get_rank()]:
+            raise ValueError(os.getpid())
+        dist.barrier(group, async_op=True)
+
+
+@pytest.mark.parametrize("makes_group", [False, True])
+@pytest.mark.parametrize(("counts", "is_kept"), [((1, 1), True), ((1, 2), False), ((2, 1), False)])
+def test_ranks_that_raise_at_the_same_line_after_unequal_numbers_of_collectives_are_not_kept(
+    counts: tuple[int, int], is_kept: bool, makes_group: bool
+) -> None:
+    with RankServer() as server:
+        before = [pid for pid, _, _ in server.submit(pooled(sum_and_identity)).values()]
+        task = pooled(gather_for_a_while, counts, makes_group)
+        outcome = server.submit(replace(task, isolation=Isolation.POOLED_AFTER_ERRORS))
+        assert [rank.end for rank in outcome.ranks] == [RankEnd.RAISED, RankEnd.RAISED]
+        after = server.submit(pooled(sum_and_identity)).values()
+    assert ([pid for pid, _, _ in after] == before) is is_kept
+    assert [total for _, _, total in after] == [1.0, 1.0]
+
+
 def die_later() -> None:
     threading.Timer(0.05, os._exit, (3,)).start()
 

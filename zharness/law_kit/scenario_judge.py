@@ -14,6 +14,7 @@ from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.recorded_gradients import RecordedGradients, has_split_gradients, sum_tensors
 from zharness.law_kit.scenario_baseline import ScenarioResult, run_scenario_on_all_ranks
 from zharness.law_kit.scenarios import NamedTensors, Scenario
+from zharness.mesh import REPLICATE
 from zharness.parity import Comparison, Part, compare_bitwise
 from zharness.parity.attribution import is_unexplained
 from zharness.parity.baseline import LocalResult
@@ -29,6 +30,7 @@ MAX_TERMS = 8  # of a sum; the hint about terms tries each subset of them
 ROUNDINGS = 4
 OLD_GRADIENT_KEPT_HINT = "it is the gradient from before zero_grad()"
 REDUCED_AGAIN_HINT = "each end of a backward reduced again what the earlier ones had left"
+SUMMED_AGAIN_HINT = "each end of a backward summed again over the copies what the earlier ones had left"
 LAST_DISCARDED_GRAD_KEPT_HINT = "the sum with the last gradient that zero_grad() discarded"
 
 
@@ -125,8 +127,13 @@ def hint_counted_term(
     hint = describe_counted_terms(found.double(), right, sums)
     if not hint and comparison.location is not None:
         owned = [(ctx.data_coordinate(piece.rank), piece.start, piece.stop) for piece in comparison.location.pieces]
-        again = reduce_at_each_end(rank_terms, owned, scale / len(rank_terms), ctx.setting.accumulation_steps)
-        hint = REDUCED_AGAIN_HINT if bool(again.any()) and torch.equal(again, found.double().flatten()) else ""
+        factor, copies = scale / len(rank_terms), ctx.mesh.size(REPLICATE)
+        if copies == 1:
+            again = reduce_at_each_end(rank_terms, owned, factor, ctx.setting.accumulation_steps)
+        else:
+            again = reduce_on_copies(rank_terms, owned, factor, copies)
+        is_again = bool(again.any()) and torch.equal(again, found.double().flatten())
+        hint = (REDUCED_AGAIN_HINT if copies == 1 else SUMMED_AGAIN_HINT) if is_again else ""
     return add_hint(comparison, hint) if hint else comparison
 
 
@@ -179,6 +186,33 @@ def reduce_at_each_end(
         total = total + reduced
         for rank, start, stop in owned:
             buffers[rank][start:stop] = reduced[start:stop]
+    return total
+
+
+def reduce_on_copies(
+    rank_terms: Sequence[Sequence[Tensor]], owned: Sequence[tuple[int, int, int]], factor: float, copies: int
+) -> Tensor:
+    """Return the flat gradient of an engine each of whose reductions sums over the copies what earlier ones added.
+
+    Arguments are those of ``reduce_at_each_end``, for ranks of several copies of shards and one micro-batch, and
+    ``factor`` multiplies the whole buffer before each reduction. There are two reductions at each end of a backward
+    inside a forward: of the term, and of what is left in the buffer, which is something at the first end alone. The end
+    of the caller's backward makes one more.
+    """
+    if not all(rank_terms):
+        return torch.zeros(0)
+    shards = len(rank_terms) // copies
+    first, *later = ([term.double().flatten() for term in terms] for terms in zip(*rank_terms, strict=False))
+    nothing = [torch.zeros_like(term) for term in first]
+    scaled = [factor * term for term in first]
+    left = list(scaled)
+    for rank, start, stop in owned:
+        of_copy = range(rank // shards * shards, (rank // shards + 1) * shards)
+        left[rank] = left[rank].clone()
+        left[rank][start:stop] = torch.stack([scaled[other][start:stop] for other in of_copy]).sum(dim=0)
+    total = torch.zeros_like(first[0])  # which all copies have
+    for buffers in (first, left, *(each for terms in later for each in (terms, nothing)), nothing):
+        total = copies * total + factor * torch.stack(buffers).sum(dim=0)
     return total
 
 

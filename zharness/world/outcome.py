@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pickle
 import signal
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -58,6 +59,8 @@ class RankOutcome:
     before its end. ``leftovers`` describes the threads and processes that the rank started and did not end.
     ``imported_modules`` are the modules of torch that the rank imported during this task. ``cpu_seconds`` is the CPU
     time that the task took on the rank, if it returned, and ``gpu_memory`` the peaks of its GPU memory, if it used one.
+    ``collective_counts`` are the numbers of collectives that a task that raised has started, by name and ranks of each
+    process group; they are counted only for POOLED_AFTER_ERRORS.
     """
 
     rank: int
@@ -78,6 +81,7 @@ class RankOutcome:
     imported_modules: tuple[str, ...] = ()
     cpu_seconds: float = 0.0
     gpu_memory: GpuMemory | None = None
+    collective_counts: Mapping[tuple[str, tuple[int, ...]], int] = field(default_factory=dict)
 
     @property
     def output(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from zharness.world.orphans import kill_orphans
-from zharness.world.outcome import GroupOutcome, RankEnd
+from zharness.world.outcome import GroupOutcome, RankEnd, RankOutcome
 from zharness.world.task import ClosePoolRequest, Isolation, RankTask
 from zharness.world.task_watcher import TaskWatcher
 from zharness.world.team import RankTeam
@@ -128,14 +128,25 @@ class RankPools:
 def can_reuse_ranks(outcome: GroupOutcome, isolation: Isolation) -> bool:
     """Return whether the ranks of a finished task can run another one.
 
-    Ranks that raised can, for POOLED_AFTER_ERRORS, if all called the same lines, also those of torch, as they have
-    called the same collectives then, unless a loop ran for different times. Ranks that were killed have no lines.
+    Ranks that raised can, for POOLED_AFTER_ERRORS, if all called the same lines, also those of torch, and equally many
+    collectives: a loop may have run for different times. Ranks that were killed have no lines.
     """
     if all(rank.end is RankEnd.RETURNED for rank in outcome.ranks):
         return True
     calls = {(rank.exception, list_called_lines(rank.traceback)) for rank in outcome.ranks}
     have_raised = all(rank.end is RankEnd.RAISED and rank.traceback for rank in outcome.ranks)
-    return isolation is Isolation.POOLED_AFTER_ERRORS and have_raised and len(calls) == 1
+    may_raise = isolation is Isolation.POOLED_AFTER_ERRORS
+    return may_raise and have_raised and len(calls) == 1 and have_equal_counts(outcome.ranks)
+
+
+def have_equal_counts(ranks: Sequence[RankOutcome]) -> bool:
+    """Return whether all ranks of each process group have started equally many collectives on it."""
+    return all(
+        ranks[member].collective_counts.get(group) == count
+        for rank in ranks
+        for group, count in rank.collective_counts.items()
+        for member in group[1]
+    )
 
 
 def list_called_lines(text: str) -> tuple[str, ...]:

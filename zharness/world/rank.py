@@ -11,8 +11,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
@@ -28,6 +28,7 @@ from zharness.device.cuda_errors import add_cuda_remedy
 from zharness.device.gpu_memory import begin_count, read_peaks
 from zharness.errors import WorldError
 from zharness.raising_frame import describe_raising_frame
+from zharness.torch_private import count_collectives
 from zharness.world.cores import use_batch_scheduling
 from zharness.world.current_rank import CurrentRank, ExchangeMismatchError, set_current_rank
 from zharness.world.messages import (
@@ -233,8 +234,11 @@ def run_task(task: RankTask, slot: RankSlot, inherited_function: Callable[..., A
     """Run a task on this rank and return the outcome, which includes any exception that was raised, even SystemExit."""
     modules_before, cpu_before = len(sys.modules), time.process_time()
     begin_count()
+    collectives_before: Mapping[Any, int] = {}
     try:
         form_group(task, slot)
+        if task.isolation is Isolation.POOLED_AFTER_ERRORS:
+            collectives_before = count_collectives()
         function = (
             inherited_function
             if task.function is inherited_function_placeholder and inherited_function is not None
@@ -252,7 +256,11 @@ def run_task(task: RankTask, slot: RankSlot, inherited_function: Callable[..., A
             gpu_memory=read_peaks(),
         )
     except BaseException as error:  # noqa: BLE001 - a rank reports every exception that ended it
-        return outcome_from_exception(slot.rank, error)
+        outcome = outcome_from_exception(slot.rank, error)
+        if task.isolation is not Isolation.POOLED_AFTER_ERRORS:
+            return outcome
+        counts = {key: count - collectives_before.get(key, 0) for key, count in count_collectives().items()}
+        return replace(outcome, collective_counts=counts)
 
 
 def find_new_torch_modules(modules_before: int) -> tuple[str, ...]:

@@ -64,11 +64,16 @@ class StagedGroup(ProcessGroupBase):  # type: ignore[misc]
         self._collectives = Executor(f"{BACKEND} {rank}", call)
         self._transfers: Executor | None = None  # started by the first send or receive
         self._coalesced: list[StagedWork] | None = None  # the collectives of an open coalescing block
+        self._request_count = 0
         self._name = self._description = ""
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         """Return the name of the backend."""
         return BACKEND
+
+    def _get_sequence_number_for_group(self) -> int:
+        """Return how many collectives, sends and receives were issued."""
+        return self._request_count
 
     def setGroupName(self, name: str) -> None:  # noqa: N802 - torch's name
         """Store the name by which functional collectives find the group."""
@@ -126,6 +131,7 @@ class StagedGroup(ProcessGroupBase):  # type: ignore[misc]
 
         ``start`` runs in another thread, where a wrapper cannot be read: it is not given one, and must not keep one.
         """
+        self._request_count += 1
         inputs, outputs = ([unwrap_functorch(each) for each in some] for some in (request.inputs, request.outputs))
         with suspend_transforms():
             return StagedWork(replace(request, inputs=inputs, outputs=outputs), self._poison)
