@@ -78,6 +78,8 @@ CELLS = {
     "pipeline.wire[torch_pp{resharded}-zero0-w4.pp2-fp32-skips-zbv]": Verdict.FAIL,
     "pipeline.wire[torch_pp-zero0-w4.pp2.tp2-fp32-skips-zbv]": Verdict.PASS,
     "pipeline.wire[torch_pp{fully_shard}-zero0-w8.pp2.tp2-bf16-chain-first]": Verdict.PASS,
+    "pipeline.wire[torch_pp-zero0-w4.pp2.tp2-fp32-chain-first]": Verdict.PASS,
+    "pipeline.wire[torch_pp{resharded}-zero0-w4.pp2-fp32-chain-first]": Verdict.PASS,
     "pipeline.other_mesh[torch_pp-zero0-w4.pp2-fp32-skips-from_others_zbv]": Verdict.PASS,
     "pipeline.other_mesh[torch_pp-zero0-w2.pp2-fp32-tied_chain-from_others_zbv]": Verdict.FAIL,
     "pipeline.other_mesh[torch_pp{resharded}-zero0-w4.pp2-fp32-chain-to_others_zbv]": Verdict.FAIL,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from zharness.engines import EngineConfig
 from zharness.law_kit.dtypes import DTYPES
-from zharness.mesh import AXES, DATA_SHARD, PIPELINE, TENSOR
+from zharness.mesh import AXES, DATA_SHARD, PIPELINE, TENSOR, Mesh
 from zharness.mutants import seams_engines
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
 from zharness.mutants.pipeline import Loss, MicroBatches, OverPipeline, on_pipeline
@@ -210,8 +210,12 @@ class SendsAlongAxes(OverPipeline):
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
+        self.join_ranks(config.mesh)
+
+    def join_ranks(self, mesh: Mesh) -> None:
+        """Make the group of the ranks of ``mesh`` that differ from this one on ``axes`` alone. This is a collective."""
         world, others = dist.get_world_size(), [axis for axis in AXES if axis not in self.axes]
-        places = [config.mesh.coordinates(rank, world) for rank in range(world)]
+        places = [mesh.coordinates(rank, world) for rank in range(world)]
         keys = [tuple(place[axis] for axis in others) for place in places]
         groups = {key: [rank for rank in range(world) if keys[rank] == key] for key in dict.fromkeys(keys)}
         made = {key: dist.new_group(ranks) for key, ranks in groups.items()}
