@@ -24,6 +24,7 @@ from zharness.run import Runner, Verdict
 CELLS = {
     "pipeline.training[torch_pp-zero0-w2.pp2-fp32-chain-1f1b]": Verdict.PASS,
     "pipeline.training[torch_pp-zero0-w2.pp2-fp32-skips-zbv]": Verdict.PASS,
+    "pipeline.training[torch_pp-zero0-w4.pp4-fp32-masked_chain-1f1b]": Verdict.PASS,
     "pipeline.windows[torch_pp-zero0-w2.pp2-fp32-chain-accumulated]": Verdict.FAIL,
     "pipeline.windows[torch_pp-zero0-w2.pp2-fp32-skips-other_batch]": Verdict.PASS,
     "pipeline.windows[torch_pp-zero0-w2.pp2-fp32-tied_chain-accumulated_singles]": Verdict.PASS,

@@ -56,7 +56,7 @@ SCHEDULE, DATA_PARALLEL = "schedule", "data_parallel"
 DDP, FULLY_SHARD = "ddp", "fully_shard"
 RESHARD = "reshard_after_forward"
 # fully_shard makes two parameters of a weight that two stages have.
-UNTIED = frozenset({"chain", "skips", "odd_chain", "dropped_chain", "token_chain", "random_chain"})
+UNTIED = frozenset({"chain", "skips", "odd_chain", "masked_chain", "dropped_chain", "token_chain", "random_chain"})
 Loss = Callable[[Any, Any], Tensor]
 
 
