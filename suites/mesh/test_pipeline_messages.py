@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zharness.law_kit.observed_collectives import ACTIVATIONS, BROADCASTS, GRADIENTS, CollectiveObserver, Sent
-from zharness.law_kit.wire import Channel, Range, judge_elements, measure_activations
+from zharness.law_kit.wire import Activations, Channel, Range, judge_elements, measure_activations
 from zharness.laws.mesh import find_replica
 from zharness.mesh import Mesh
 from zharness.parity.comparison import TensorLocation
@@ -53,7 +53,19 @@ def test_a_collective_over_two_axes_has_both_and_a_broadcast_is_no_gather_of_wei
         dist.all_reduce(torch.ones(3))
         dist.broadcast(torch.ones(5), src=dist.get_rank() // 2 * 2, group=replicas)
     over_all = Sent(GRADIENTS, "c10d::allreduce_", "pp,dp_shard", "float32")
-    assert observer.elements == {over_all: 3, Sent(BROADCASTS, "c10d::broadcast_", "dp_shard", "float32"): 5}
+    by_the_root = {Sent(BROADCASTS, "c10d::broadcast_", "dp_shard", "float32"): 5}
+    assert observer.elements == {over_all: 3} | (by_the_root if dist.get_rank() % 2 == 0 else {})
+
+
+@pytest.mark.world_size(2)
+def test_the_root_of_a_functional_broadcast_is_its_number_in_the_group() -> None:
+    ctx: Any = SimpleNamespace(config=SimpleNamespace(mesh=Mesh.parse("pp2")), world_size=2, rank=dist.get_rank())
+    group = dist.new_group([1, 0])
+    with CollectiveObserver(ctx, lambda tensor: tensor.dim() > 2) as observer:
+        found = torch.distributed._functional_collectives.broadcast(torch.full((3,), float(dist.get_rank())), 1, group)
+    root = dist.get_process_group_ranks(group)[1]
+    assert found.tolist() == [float(root)] * 3
+    assert bool(observer.elements) is (dist.get_rank() == root)
 
 
 def judge_sent(sent: Mapping[Sent, int], ranges: Mapping[Channel, Range]) -> dict[str, str]:
@@ -94,20 +106,24 @@ class TwoLayers(nn.Module):
 @pytest.mark.parametrize(
     ("plan", "size", "expected"),
     [
-        ({"up": "colwise", "down": "rowwise"}, 2, {"up": 64, "down": 64}),
-        ({"up": "sequence_to_colwise", "down": "rowwise_to_sequence"}, 2, {"up": 96, "down": 96}),
-        ({"up": "colwise_gather_output", "down": "rowwise_split_input"}, 2, {"up": 112, "down": 112}),
-        ({"up": "colwise", "down": "rowwise"}, 1, {}),
+        ({"up": "colwise", "down": "rowwise"}, 2, {"up": (0, 64), "down": (64, 0)}),
+        ({"up": "sequence_to_colwise", "down": "rowwise_to_sequence"}, 2, {"up": (32, 64), "down": (64, 32)}),
+        ({"up": "colwise_gather_output", "down": "rowwise_split_input"}, 2, {"up": (48, 64), "down": (64, 48)}),
+        ({"up": "colwise", "down": "rowwise"}, 1, {"up": (0, 0), "down": (0, 0)}),
     ],
 )
 @pytest.mark.parametrize("needs_grad", [True, False])
 def test_each_call_of_a_layer_sends_once_in_each_direction(
-    plan: Mapping[str, str], size: int, expected: Mapping[str, int], needs_grad: bool
+    plan: Mapping[str, str], size: int, expected: Mapping[str, tuple[int, int]], needs_grad: bool
 ) -> None:
     batch = Batch(torch.ones(8, 4, requires_grad=needs_grad), torch.ones(8, 4))
     unneeded = 0 if needs_grad or size == 1 else 2 * 8 * 4  # the gradient of the input, in both calls
     found = measure_activations(TwoLayers(), batch, plan, size)
-    assert found == {name: elements - unneeded * (name == "up") for name, elements in expected.items()}
+    assert found == {
+        name: Activations(forward, backward - unneeded * (name == "up"))
+        for name, (forward, backward) in expected.items()
+    }
+    assert all(each.total == each.forward + each.backward for each in found.values())
 
 
 @pytest.mark.parametrize(("rank", "first"), [(0, 0), (1, 1), (2, 1), (3, 0)])

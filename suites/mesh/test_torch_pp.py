@@ -24,6 +24,7 @@ from zharness.run import Runner, Verdict
 CELLS = {
     "pipeline.training[torch_pp-zero0-w2.pp2-fp32-chain-1f1b]": Verdict.PASS,
     "pipeline.training[torch_pp-zero0-w2.pp2-fp32-skips-zbv]": Verdict.PASS,
+    "pipeline.training[torch_pp-zero0-w4.pp4-fp32-masked_chain-1f1b]": Verdict.PASS,
     "pipeline.windows[torch_pp-zero0-w2.pp2-fp32-chain-accumulated]": Verdict.FAIL,
     "pipeline.windows[torch_pp-zero0-w2.pp2-fp32-skips-other_batch]": Verdict.PASS,
     "pipeline.windows[torch_pp-zero0-w2.pp2-fp32-tied_chain-accumulated_singles]": Verdict.PASS,
@@ -78,6 +79,8 @@ CELLS = {
     "pipeline.wire[torch_pp{resharded}-zero0-w4.pp2-fp32-skips-zbv]": Verdict.FAIL,
     "pipeline.wire[torch_pp-zero0-w4.pp2.tp2-fp32-skips-zbv]": Verdict.PASS,
     "pipeline.wire[torch_pp{fully_shard}-zero0-w8.pp2.tp2-bf16-chain-first]": Verdict.PASS,
+    "pipeline.wire[torch_pp-zero0-w4.pp2.tp2-fp32-chain-first]": Verdict.PASS,
+    "pipeline.wire[torch_pp{resharded}-zero0-w4.pp2-fp32-chain-first]": Verdict.PASS,
     "pipeline.other_mesh[torch_pp-zero0-w4.pp2-fp32-skips-from_others_zbv]": Verdict.PASS,
     "pipeline.other_mesh[torch_pp-zero0-w2.pp2-fp32-tied_chain-from_others_zbv]": Verdict.FAIL,
     "pipeline.other_mesh[torch_pp{resharded}-zero0-w4.pp2-fp32-chain-to_others_zbv]": Verdict.FAIL,

@@ -108,6 +108,13 @@ class BufferPromise(Enum):
     FROM_RANK_0 = "before each training forward, every rank takes the buffers of rank 0"
 
 
+class WeightGathers(Enum):
+    """How often a pipeline gathers the weights of a stage whose ranks have shards of them."""
+
+    ONCE = "once for each batch"
+    EACH_CALL = "once for each forward and each backward of a micro-batch"
+
+
 @dataclass(frozen=True)
 class EngineOption:
     """One value of an option of an engine, which a cell may set.
@@ -134,6 +141,7 @@ class EngineOption:
     - ``models`` are the models in which the option has an effect; if empty, all. A cell of another model would test
       nothing, and does not set it.
     - ``schedules`` are the schedules of a pipeline beside which the option can be set; if empty, all.
+    - ``gathers`` is how often a pipeline gathers weights while the option is set, or None if it changes nothing.
     """
 
     options: Mapping[str, Any]
@@ -152,6 +160,7 @@ class EngineOption:
     laws_reason: str = ""
     models: frozenset[str] = frozenset()
     schedules: frozenset[str] = frozenset()
+    gathers: WeightGathers | None = None
 
     def refusal_beside(self, schedules: Sequence[str]) -> str:
         """Return the reason why the option cannot be set beside one of these schedules of a pipeline, or ''."""
@@ -244,6 +253,7 @@ class Capabilities:
     - ``schedules`` are the schedules of a pipeline, by the names that laws use, that the engine has.
     - ``stages_per_rank`` maps each of them with several stages on a rank of pp to their number.
     - ``micro_batches_per_rank`` maps each of them that needs more than one micro-batch to the fewest for a rank of pp.
+    - ``gathers`` is how often a pipeline gathers the weights of a stage at most.
     - ``refuses_models`` maps each model of the workload that the engine cannot be built around to the reason.
     - ``joined_options`` is the number of options that a setting of a covering array joins, at least 2. With more, the
       array has fewer cells; but an option with a bug hides what the options beside it would show.
@@ -284,6 +294,7 @@ class Capabilities:
     schedules: frozenset[str] = frozenset()
     stages_per_rank: Mapping[str, int] = field(default_factory=dict)
     micro_batches_per_rank: Mapping[str, int] = field(default_factory=dict)
+    gathers: WeightGathers = WeightGathers.EACH_CALL
     refuses_models: Mapping[str, str] = field(default_factory=dict)
 
     def refusal(self, feature: Feature) -> str | None:
@@ -375,4 +386,5 @@ class Capabilities:
             own_kernels=own_kernels,
             variants=variants,
             replicas=replicas,
+            gathers=next((option.gathers for option in chosen if option.gathers), self.gathers),
         )

@@ -40,6 +40,7 @@ from zharness.engines.protocol import (
     Feature,
     Observations,
     Piece,
+    WeightGathers,
 )
 from zharness.engines.torch_engine import snapshot, validate_config
 from zharness.engines.without_forward import WithoutForward, join_state_dicts
@@ -79,6 +80,7 @@ CAPABILITIES = Capabilities(
     micro_batches_per_rank={DUALPIPEV: STAGES_OF_DUALPIPEV},  # one for each stage
     mesh_axes=frozenset({PIPELINE}),
     form=CallForm.WHOLE_BATCH,
+    gathers=WeightGathers.ONCE,  # after a step
 )
 
 

@@ -19,6 +19,7 @@ from zharness.engines.capabilities import CallForm as CallForm
 from zharness.engines.capabilities import Capabilities as Capabilities
 from zharness.engines.capabilities import EngineOption as EngineOption
 from zharness.engines.capabilities import Feature as Feature
+from zharness.engines.capabilities import WeightGathers as WeightGathers
 from zharness.errors import EngineContractError
 from zharness.mesh import DEFAULT_MESH, Mesh
 

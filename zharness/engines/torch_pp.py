@@ -31,12 +31,19 @@ from zharness.engines.protocol import (
     Feature,
     Observations,
     Piece,
+    WeightGathers,
 )
 from zharness.engines.tensor_parallel import apply_plan, build_device_mesh, gather_rank_numbers, list_runs
 from zharness.engines.torch_checkpoint import STAGES_FORMAT, EngineState
 from zharness.engines.torch_engine import copy_full, copy_full_states, snapshot, validate_config
 from zharness.engines.torch_gathers import gather_full_tensors
-from zharness.engines.torch_pp_stages import TiedWeights, build_named_tree, clip_over_stages, keep_ties
+from zharness.engines.torch_pp_stages import (
+    TiedWeights,
+    build_named_tree,
+    clip_over_stages,
+    keep_ties,
+    refuse_tied_weights,
+)
 from zharness.engines.without_forward import WithoutForward, join_state_dicts
 from zharness.errors import ConfigError, UsageError
 from zharness.mesh import DATA_SHARD, PIPELINE, TENSOR
@@ -49,7 +56,7 @@ SCHEDULE, DATA_PARALLEL = "schedule", "data_parallel"
 DDP, FULLY_SHARD = "ddp", "fully_shard"
 RESHARD = "reshard_after_forward"
 # fully_shard makes two parameters of a weight that two stages have.
-UNTIED = frozenset({"chain", "skips", "odd_chain", "dropped_chain", "token_chain", "random_chain"})
+UNTIED = frozenset({"chain", "skips", "odd_chain", "masked_chain", "dropped_chain", "token_chain", "random_chain"})
 Loss = Callable[[Any, Any], Tensor]
 
 
@@ -102,9 +109,12 @@ CAPABILITIES = Capabilities(
     only_beside={TENSOR: PIPELINE},
     variants={
         FULLY_SHARD: EngineOption({DATA_PARALLEL: FULLY_SHARD}, models=UNTIED),
-        "resharded": EngineOption({DATA_PARALLEL: FULLY_SHARD, RESHARD: True}, models=UNTIED),
+        "resharded": EngineOption(
+            {DATA_PARALLEL: FULLY_SHARD, RESHARD: True}, models=UNTIED, gathers=WeightGathers.EACH_CALL
+        ),
     },
     form=CallForm.WHOLE_BATCH,
+    gathers=WeightGathers.ONCE,
     schedules=frozenset(SCHEDULES),
     stages_per_rank={name: len(kind.stages(0, 1)) for name, kind in SCHEDULES.items()},
     micro_batches_per_rank={name: kind.micro_batches for name, kind in SCHEDULES.items()},
@@ -207,22 +217,6 @@ def wrap_stage(part: StageModule, config: EngineConfig, data_ranks: DeviceMesh) 
             mp_policy=build_precision_policy(replace(config, options={})),
         )
     return part
-
-
-def refuse_tied_weights(model: nn.Module, names: Sequence[Sequence[str]]) -> None:
-    """Raise ConfigError if two stages have a weight in common, of which ``fully_shard`` makes one for each.
-
-    ``names`` has the modules of each stage.
-    """
-    owners: dict[int, int] = {}
-    for stage, modules in enumerate(names):
-        for module in modules:
-            for name, param in model.get_submodule(module).named_parameters():
-                if owners.setdefault(id(param), stage) != stage:
-                    raise ConfigError(
-                        f"the weight {module}.{name} of stage {stage} is tied to one of stage {owners[id(param)]}; "
-                        "fully_shard makes a parameter of its own for each stage, so that they would drift apart"
-                    )
 
 
 def refuse_unequal_sizes(micro_batches: Sequence[tuple[Tensor, Tensor]]) -> None:

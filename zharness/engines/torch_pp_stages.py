@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -11,6 +11,23 @@ from torch import Tensor, nn
 
 from zharness.engines.torch_access import local_tensor
 from zharness.engines.torch_gathers import gather_full_tensor
+from zharness.errors import ConfigError
+
+
+def refuse_tied_weights(model: nn.Module, names: Sequence[Sequence[str]]) -> None:
+    """Raise ConfigError if two stages have a weight in common, of which ``fully_shard`` makes one for each.
+
+    ``names`` has the modules of each stage.
+    """
+    owners: dict[int, int] = {}
+    for stage, modules in enumerate(names):
+        for module in modules:
+            for name, param in model.get_submodule(module).named_parameters():
+                if owners.setdefault(id(param), stage) != stage:
+                    raise ConfigError(
+                        f"the weight {module}.{name} of stage {stage} is tied to one of stage {owners[id(param)]}; "
+                        "fully_shard makes a parameter of its own for each stage, so that they would drift apart"
+                    )
 
 
 @contextmanager

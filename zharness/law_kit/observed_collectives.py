@@ -56,6 +56,8 @@ OPERATORS: Mapping[str, tuple[str, int]] = {
 }
 # Which argument of those that send to one rank is this rank's number in the group.
 DESTINATIONS: Mapping[str, int] = {"c10d::send": 2, "_c10d_functional::isend": 1}
+# Which argument of a broadcast is the number in the group of the one rank that sends.
+ROOTS: Mapping[str, int] = {"c10d::broadcast_": 2, "_c10d_functional::broadcast": 1, "_c10d_functional::broadcast_": 1}
 # Operators that send no elements.
 SILENT = frozenset(
     {
@@ -99,7 +101,7 @@ class Sent:
 class CollectiveObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's base class has no types
     """Counts the elements of floating-point tensors that this rank sends inside the ``with`` block, by ``Sent``.
 
-    A tensor of one element is a flag, a loss or a norm, and is not counted.
+    A tensor of one element is a flag, a loss or a norm, and is not counted. Of a broadcast the root alone sends.
     Tensors for which ``is_activation`` is true, and all that are sent to one rank, are activations, and others
     gradients if they are reduced, or weights if they are gathered; what is broadcast is neither. Autograd runs a
     backward on a CPU in the thread that calls it, so that this mode sees it too, and what DDP's hooks in it reduce.
@@ -126,6 +128,8 @@ class CollectiveObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
         action, position = OPERATORS[name]
         group = next(filter(None, map(resolve_process_group, (*args, *named))), None)
         ranks = [] if group is None else dist.get_process_group_ranks(group)
+        if ranks and name in ROOTS and ranks[args[ROOTS[name]]] != self._ctx.rank:
+            return
         if ranks and action == SEND:
             ranks = [self._ctx.rank, ranks[args[DESTINATIONS[name]]]]
         axes = find_axes(self._ctx, ranks)

@@ -98,12 +98,30 @@ def judge_elements(
         yield comparison
 
 
-def measure_activations(model: nn.Module, batch: Batch, plan: Mapping[str, str], tensor_size: int) -> Counter[str]:
+@dataclass(frozen=True)
+class Activations:
+    """The elements of activations that a rank of tp sends in the forward, and in the backward, of modules."""
+
+    forward: int = 0
+    backward: int = 0
+
+    def __add__(self, other: Activations) -> Activations:
+        return Activations(self.forward + other.forward, self.backward + other.backward)
+
+    @property
+    def total(self) -> int:
+        """The elements of both directions."""
+        return self.forward + self.backward
+
+
+def measure_activations(
+    model: nn.Module, batch: Batch, plan: Mapping[str, str], tensor_size: int
+) -> dict[str, Activations]:
     """Return, by module of ``plan``, the elements of activations that a rank of tp sends in forward and backward.
 
     The calls of modules are those of a forward of the plain ``model`` on ``batch``.
     """
-    elements: Counter[str] = Counter()
+    elements = dict.fromkeys(plan, Activations())
 
     def count(name: str, _module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         """Add what one call of a layer sends."""
@@ -116,8 +134,8 @@ def measure_activations(model: nn.Module, batch: Batch, plan: Mapping[str, str],
     return elements
 
 
-def count_elements_of_call(word: str, given: Tensor, output: Tensor, tensor_size: int) -> int:
-    """Return the elements of activations that a rank of tp sends for one call of a layer, in forward and backward.
+def count_elements_of_call(word: str, given: Tensor, output: Tensor, tensor_size: int) -> Activations:
+    """Return the elements of activations that a rank of tp sends for one call of a layer.
 
     ``word`` says how the plan splits the layer. A column-wise layer adds up the gradients of its input ``given``, and a
     row-wise layer its outputs, or gathers the gradients of an input that it splits. Under sequence parallelism the same
@@ -126,8 +144,8 @@ def count_elements_of_call(word: str, given: Tensor, output: Tensor, tensor_size
     inputs, outputs = given.numel(), output.numel()
     if "colwise" in word:
         gathered = inputs * word.startswith("sequence") + outputs * word.endswith("gather_output")
-        return inputs * given.requires_grad + gathered // tensor_size
+        return Activations(gathered // tensor_size, inputs * given.requires_grad)
     if word.startswith("rowwise"):
         gathered = inputs * (given.requires_grad and "split_input" in word) + outputs * word.endswith("to_sequence")
-        return outputs + gathered // tensor_size
-    return 0
+        return Activations(outputs, gathered // tensor_size)
+    return Activations()

@@ -129,7 +129,8 @@ def range_of_activations(ctx: JudgeContext) -> Range:
     baseline = ctx.baseline
     plan, tensor_size = baseline.spec.tp_plan, ctx.mesh.size(TENSOR)
     sent = measure_activations(baseline.build_module(), baseline.batch(0, 0), plan, tensor_size)
-    return sent.total() - sum(sent[module] for module in SHARED_INPUT[1:]), sent.total()
+    total = sum(each.total for each in sent.values())
+    return total - sum(sent[module].total for module in SHARED_INPUT[1:] if module in sent), total
 
 
 def range_of_exchanges(ctx: JudgeContext) -> Range:

@@ -20,6 +20,7 @@ from zharness.errors import EngineContractError
 from zharness.law_kit.clipped_step import judge_clipped_step
 from zharness.law_kit.clipping import judge_clip_factor
 from zharness.law_kit.hints import add_hint
+from zharness.law_kit.integer_gradients import hint_integer_gradients
 from zharness.law_kit.integer_steps import BIAS_SIGNS
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Law, MeshSupport, Variant
@@ -38,6 +39,7 @@ MICRO_BATCHES = 4  # a power of two, so that their mean is exact; as many as a z
 MOMENTUM_SGD = OptimizerSpec(name="sgd", args={"lr": 1.0, "momentum": 0.5})
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev")
 MODELS = ("chain", "skips", "tied_chain", "tied_ends")
+MASKED_MODEL = "masked_chain"  # stages send integers, too, which no gradient comes back for
 RANDOM_MODEL = "random_chain"  # what stages send has more bits than a message in half precision
 DIVIDED_BY_TWO_STAGES_HINT = (
     "the terms of one use of the tied weight were divided by the number of micro-batches once more"
@@ -189,8 +191,9 @@ def compare_batch_grads(ctx: JudgeContext, micros: list[list[LocalResult]]) -> I
         yield from compare_split_batches(ctx, "grads", 0, SplitBatches(dict.fromkeys(range(MICRO_BATCHES), 1.0)))
         return
     exact = ctx.certify_exactness(range(MICRO_BATCHES))
+    batches = [ctx.baseline.batch(0, micro) for micro in range(MICRO_BATCHES)]
     for comparison in ctx.compare_reduced_grads("grads", micros, exact=exact):
-        yield hint_divided_by_two_stages(ctx, comparison)
+        yield hint_integer_gradients(ctx, hint_divided_by_two_stages(ctx, comparison), batches)
 
 
 def judge_training(ctx: JudgeContext) -> Iterator[Comparison]:
@@ -340,7 +343,7 @@ LAWS = (
         observe_training,
         judge_training,
         tuple(Variant(name, schedules=(name,), micro_batches=MICRO_BATCHES) for name in SCHEDULES),
-        models=(*MODELS, RANDOM_MODEL),
+        models=(*MODELS, MASKED_MODEL, RANDOM_MODEL),
         kept_because="the only law of a schedule: it names the wrong micro-batch or stage",
     ),
     pipeline_law(

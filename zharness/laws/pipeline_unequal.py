@@ -8,12 +8,14 @@ from torch import Tensor
 
 from zharness.engines.protocol import Feature
 from zharness.errors import RoundedScenarioError
+from zharness.law_kit.integer_gradients import hint_integer_gradients
 from zharness.law_kit.integer_steps import BIAS_SIGNS
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Variant
 from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_step, judge_step
 from zharness.law_kit.rank_context import RankContext
 from zharness.laws.pipeline import (
+    MASKED_MODEL,
     MICRO_BATCHES,
     MODELS,
     SCHEDULES,
@@ -99,7 +101,8 @@ def judge_unequal_micro_batches(ctx: JudgeContext) -> Iterator[Comparison]:
         if TENSOR in ctx.mesh.axes and not exact:
             raise RoundedScenarioError(f"a sum of batch {number} is rounded, so no engine with tp can be judged by it")
         yield from compare_micro_losses(ctx, micros, number)
-        yield from ctx.compare_reduced_grads("grads", micros, number, exact)
+        for comparison in ctx.compare_reduced_grads("grads", micros, number, exact):
+            yield hint_integer_gradients(ctx, comparison, columns[0], weights, number)
         yield from judge_step(ctx, BIAS_SIGNS, ctx.rank_records("grads", number)[0], RecordedStep(number))
         yield from compare_ranks_after_step(ctx, RecordedStep(number + 1))
 
@@ -139,7 +142,7 @@ LAWS = (
             for name in BATCHES
         ),
         Feature.UNEQUAL_MICRO_BATCHES,
-        models=(*MODELS, ODD_MODEL),
+        models=(*MODELS, MASKED_MODEL, ODD_MODEL),
         kept_because="the only law of a pipeline whose stages exchange tensors of several shapes",
     ),
 )

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from zharness.engines.protocol import Feature
+from zharness.engines.protocol import Feature, WeightGathers
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Variant
 from zharness.law_kit.observed_collectives import (
@@ -26,9 +26,10 @@ from zharness.law_kit.observed_collectives import (
     measure_parameters,
 )
 from zharness.law_kit.other_norms import list_owned_spans
-from zharness.law_kit.rank_context import RankContext
+from zharness.law_kit.rank_context import RankContext, scalar
 from zharness.law_kit.wire import (
     NOTHING,
+    Activations,
     Channel,
     Range,
     judge_dtypes,
@@ -46,27 +47,46 @@ from zharness.laws.pipeline import (
     train_batch,
 )
 from zharness.laws.pipeline_replicas import find_stages, get_stage
-from zharness.mesh import DATA_SHARD, PIPELINE, TENSOR
+from zharness.mesh import DATA_SHARD, PIPELINE, REPLICATE, TENSOR
 from zharness.parity import Comparison, Tier
 
 FIRST = "first"  # the variant that observes the first batch, in which a schedule may run a stage to learn shapes
 OBSERVED = 1  # the number of the batch that is observed
+DIRECTIONS = FORWARDS, BACKWARDS = "forwards", "backwards"
 GRADIENTS_OVER_DATA = Channel(GRADIENTS, DATA_SHARD)
+WEIGHTS_OVER_DATA = Channel(WEIGHTS, DATA_SHARD)
 
 
 def observe_wire(ctx: RankContext) -> None:
     """Run a batch and a step, and record how many elements this rank sent, by kind of message; others come before."""
     options = select_schedule(ctx.variant) if ctx.variant != FIRST else {}
-    engine = ctx.build_engine(optimizer=STANDING, options=options)
+    model, calls = ctx.spec.model(ctx.seed), {direction: Counter[str]() for direction in DIRECTIONS}
+    for name in ctx.spec.pp_plan:
+        model.get_submodule(name).register_forward_hook(partial(count_call, calls, name))
+    engine = ctx.build_engine_around(model, optimizer=STANDING, options=options)
     if ctx.variant != FIRST:
         train_batch(ctx, engine, 0, DEFAULT_SHAPE)
         engine.step()
         engine.zero_grad()
+    for counts in calls.values():
+        counts.clear()
     with CollectiveObserver(ctx, partial(has_samples, len(ctx.batch(0).inputs))) as observer:
         train_batch(ctx, engine, OBSERVED, DEFAULT_SHAPE)
         engine.step()
     record_sent(ctx, observer, OBSERVED)
+    for direction, counts in calls.items():
+        ctx.record(direction, {name: scalar(counts[name]) for name in ctx.spec.pp_plan}, OBSERVED)
     engine.close()
+
+
+def count_call(
+    calls: Mapping[str, Counter[str]], name: str, _module: nn.Module, _inputs: Any, output: Tensor | Sequence[Tensor]
+) -> None:
+    """Count a forward of the module ``name``, and the backwards that come to its first output."""
+    calls[FORWARDS][name] += 1
+    first, *_ = flatten(output)
+    if first.requires_grad:
+        first.register_hook(lambda _grad: calls[BACKWARDS].update([name]))  # type: ignore[no-untyped-call]
 
 
 def has_samples(samples: int, tensor: Tensor) -> bool:
@@ -79,51 +99,62 @@ def judge_wire(ctx: JudgeContext) -> Iterator[Comparison]:
 
     Where a module and the next one of the plan are on two ranks, the outputs of each micro-batch are sent once, and
     their gradients come back once, both in the dtype of the cell. The gradients of a stage are reduced once over the
-    data, in the reduce dtype. Its weights are gathered along the data only if ``layout()`` says that no rank has all of
-    them, once or more, and at most twice for each micro-batch. Along tp the layers of a stage send activations, once in
-    each direction for each micro-batch. The last stage may send all others the losses. Nothing else is sent: nothing
-    along two axes at once, and no broadcast of weights, which DDP makes when it is built. The models have no buffers,
-    which DDP broadcasts in a forward.
+    shards of the data, in the reduce dtype, and once over the copies, as many as a shard has. Its weights are gathered
+    along the shards only if ``layout()`` says that no rank has all of them, as often as the engine claims. Along tp the
+    layers of a stage send activations in each forward and backward. The last stage may send all others the losses.
+    Nothing else is sent: nothing along two axes at once, and no broadcast of weights, which DDP makes when it is built.
+    The models have no buffers, which DDP broadcasts in a forward.
     """
     modules = measure_modules(ctx)
     for rank, record in enumerate(ctx.rank_records("sent", OBSERVED)):
-        messages = {Sent.parse(name): elements for name, elements in record.items()}
-        judged = {message: elements for message, elements in messages.items() if not is_losses(message, elements)}
+        judged = leave_out_losses(ctx, rank, {Sent.parse(name): elements for name, elements in record.items()}, modules)
         yield from judge_dtypes(ctx, rank, judged, OBSERVED)
         ranges = list_ranges(ctx, rank, modules)
-        explain = partial(explain_gradients, modules, get_stage(ctx, rank), ranges)
+        explain = partial(explain_elements, ctx, modules, get_stage(ctx, rank), ranges)
         yield from judge_elements(ctx, rank, judged, ranges, OBSERVED, explain)
 
 
-def is_losses(message: Sent, elements: Tensor) -> bool:
-    """Return whether a message has no more numbers than the micro-batches losses, and goes to all stages.
+def leave_out_losses(
+    ctx: JudgeContext, rank: int, messages: Mapping[Sent, Tensor], modules: Sequence[MeasuredModule]
+) -> Mapping[Sent, Tensor]:
+    """Return the messages of a rank without those by which a rank of the last stage may tell all stages the losses.
 
-    They may have another dtype than the cell. DeepSpeed sends the loss of a replica and the mean of all replicas.
+    Together they have no more numbers than the batch has micro-batches. They may have another dtype than the cell, and
+    be other numbers: DeepSpeed sends the mean loss of a replica, and that of all replicas.
     """
-    is_copied = message.content in (WEIGHTS, BROADCASTS)
-    return is_copied and message.axes == PIPELINE and int(elements) <= MICRO_BATCHES
+    copied = [sent for sent in messages if sent.content in (WEIGHTS, BROADCASTS) and sent.axes == PIPELINE]
+    is_last = get_stage(ctx, rank) == modules[-1].stage
+    if not is_last or sum(int(messages[sent]) for sent in copied) > MICRO_BATCHES:
+        return messages
+    return {sent: elements for sent, elements in messages.items() if sent not in copied}
 
 
 @dataclass(frozen=True)
 class MeasuredModule:
     """A module of the plan: the coordinate on pp of its parameters, and the elements of these and of what it sends.
 
-    A rank of tp has ``parameters`` of it. The module sends its ``outputs`` for one micro-batch, and along tp ``split``
-    elements in both directions.
+    A rank of tp has ``parameters`` of it. The module sends its ``outputs`` for one micro-batch, and along tp ``split``.
     """
 
     name: str
     stage: int
     parameters: int
     outputs: int
-    split: int
+    split: Activations
 
 
-def explain_gradients(
-    modules: Sequence[MeasuredModule], stage: int, ranges: Mapping[Channel, Range], channel: Channel, elements: float
+def explain_elements(
+    ctx: JudgeContext,
+    modules: Sequence[MeasuredModule],
+    stage: int,
+    ranges: Mapping[Channel, Range],
+    channel: Channel,
+    elements: float,
 ) -> str:
-    """Return what may have happened if a rank of ``stage`` sent so many elements of gradients over the data; or ''."""
+    """Return what may have happened if a rank of ``stage`` sent so many elements over the data; or ''."""
     least, most = ranges[channel]
+    if channel == WEIGHTS_OVER_DATA and elements > most > 0:
+        return f"the engine claims that it gathers weights {ctx.claims.gathers.value}"
     if channel != GRADIENTS_OVER_DATA or most == 0:
         return ""
     if 2 * least <= elements <= 2 * most:
@@ -145,15 +176,35 @@ def list_ranges(ctx: JudgeContext, rank: int, modules: Sequence[MeasuredModule])
         Channel(ACTIVATIONS, PIPELINE, str(other)): (elements, elements)
         for other, elements in list_stage_messages(stage, modules).items()
     }
-    # The forward that learns shapes sends along tp what that of a micro-batch sends.
-    split, extra = sum(module.split for module in modules if module.stage == stage), int(ctx.variant == FIRST)
-    along_tensor = {Channel(ACTIVATIONS, TENSOR): (MICRO_BATCHES * split, (MICRO_BATCHES + extra) * split)}
-    return to_stages | along_tensor | list_data_ranges(ctx, rank)
+    own = [module for module in modules if module.stage == stage]
+    forwards, backwards = ([count_calls(ctx, rank, module, direction) for module in own] for direction in DIRECTIONS)
+    along_tensor = sum(
+        forward * module.split.forward + backward * module.split.backward
+        for module, forward, backward in zip(own, forwards, backwards, strict=True)
+    )
+    # The forward that learns shapes gathers weights in any case.
+    is_once = ctx.claims.gathers is WeightGathers.ONCE
+    gathers = 1 + max(forwards) - MICRO_BATCHES if is_once else max(forwards) + max(backwards)
+    split = {Channel(ACTIVATIONS, TENSOR): (along_tensor, along_tensor)}
+    return to_stages | split | list_data_ranges(ctx, rank, gathers)
 
 
-def list_data_ranges(ctx: JudgeContext, rank: int) -> dict[Channel, Range]:
-    """Return the least and the largest number of elements that a rank may send along the data."""
-    stage, shards = get_stage(ctx, rank), ctx.mesh.shape(ctx.world_size)[DATA_SHARD]
+def count_calls(ctx: JudgeContext, rank: int, module: MeasuredModule, direction: str) -> int:
+    """Return how many forwards or backwards of a module are right on ``rank``: one for each micro-batch.
+
+    In the first batch there may be one more, which learns shapes; a first stage has no backward of it.
+    """
+    observed = int(ctx.rank_records(direction, OBSERVED)[rank][module.name])
+    return min(max(observed, MICRO_BATCHES), MICRO_BATCHES + int(ctx.variant == FIRST))
+
+
+def list_data_ranges(ctx: JudgeContext, rank: int, gathers: int) -> dict[Channel, Range]:
+    """Return the least and the largest number of elements that a rank may send along the data.
+
+    It gathers weights ``gathers`` times at most.
+    """
+    stage, shape = get_stage(ctx, rank), ctx.mesh.shape(ctx.world_size)
+    shards, copies = shape[DATA_SHARD], shape[REPLICATE]
     own = {
         name: param.shape
         for name, param in ctx.baseline.build_module().named_parameters()
@@ -161,14 +212,19 @@ def list_data_ranges(ctx: JudgeContext, rank: int) -> dict[Channel, Range]:
     }
     sizes = measure_parameters(own, ctx.baseline.spec.tp_plan, ctx.mesh.size(TENSOR), shards)
     owned = sum(stop - start for name in own for start, stop in list_owned_spans(ctx, rank, name, own[name].numel()))
-    weights = range_of_gathers(sizes, shards) if owned < sizes.local else NOTHING
-    gradients = (sizes.local, sizes.local + sizes.padding) if shards > 1 else NOTHING
-    return {GRADIENTS_OVER_DATA: gradients, Channel(WEIGHTS, DATA_SHARD): weights}
+    are_sharded, reduced = owned < sizes.local, (sizes.local, sizes.local + sizes.padding)
+    if copies > 1 and shards > 1 and not are_sharded:  # all ranks of the data have all weights, and are one group
+        return {Channel(GRADIENTS, f"{REPLICATE},{DATA_SHARD}"): reduced}
+    return {
+        GRADIENTS_OVER_DATA: reduced if shards > 1 else NOTHING,
+        Channel(GRADIENTS, REPLICATE): (reduced[0] / shards, reduced[1] / shards) if copies > 1 else NOTHING,
+        WEIGHTS_OVER_DATA: range_of_gathers(sizes, shards, gathers) if are_sharded else NOTHING,
+    }
 
 
-def range_of_gathers(sizes: AxisSizes, shards: int) -> Range:
-    """Return the least and the largest number of elements of weights that a rank which has a part of them may send."""
-    return (sizes.local - sizes.padding) / shards, 2 * MICRO_BATCHES * (sizes.local + sizes.padding) / shards
+def range_of_gathers(sizes: AxisSizes, shards: int, most: int) -> Range:
+    """Return the elements of weights that a rank with a part of them may send in one and in ``most`` gathers."""
+    return (sizes.local - sizes.padding) / shards, most * (sizes.local + sizes.padding) / shards
 
 
 def list_stage_messages(stage: int, modules: Sequence[MeasuredModule]) -> Counter[int]:
@@ -199,13 +255,14 @@ def measure_modules(ctx: JudgeContext) -> list[MeasuredModule]:
 
 
 def measure_module(
-    ctx: JudgeContext, model: nn.Module, name: str, outputs: int, split: Mapping[str, int]
+    ctx: JudgeContext, model: nn.Module, name: str, outputs: int, split: Mapping[str, Activations]
 ) -> MeasuredModule:
     """Return the module ``name``, all of whose parameters are on one coordinate of pp."""
     shapes = {f"{name}.{each}": param.shape for each, param in model.get_submodule(name).named_parameters()}
     (stage,) = set.intersection(*(find_stages(ctx, each, shape.numel()) for each, shape in shapes.items()))
     own = measure_parameters(shapes, ctx.baseline.spec.tp_plan, ctx.mesh.size(TENSOR), shards=1).local
-    along_tensor = sum(elements for layer, elements in split.items() if f"{layer}.".startswith(f"{name}."))
+    layers = (elements for layer, elements in split.items() if f"{layer}.".startswith(f"{name}."))
+    along_tensor = sum(layers, Activations())
     return MeasuredModule(name, stage, own, outputs, along_tensor)
 
 

@@ -80,6 +80,7 @@ from zharness.mutants import (  # noqa: F401 - each module registers its mutants
     pipeline,
     pipeline_buffers,
     pipeline_dropout,
+    pipeline_excess,
     pipeline_frozen,
     pipeline_products,
     pipeline_replicas,

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from zharness.engines import EngineConfig
 from zharness.law_kit.dtypes import DTYPES
-from zharness.mesh import AXES, DATA_SHARD, PIPELINE, TENSOR
+from zharness.law_kit.integer_gradients import HINT, misread_gradient
+from zharness.mesh import AXES, DATA_SHARD, PIPELINE, TENSOR, Mesh
 from zharness.mutants import seams_engines
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
 from zharness.mutants.pipeline import Loss, MicroBatches, OverPipeline, on_pipeline
@@ -88,6 +89,21 @@ class RoundsTheFirstOfThreeMessages(ChangesAMessage):
     def change(self, module: Any, inputs: Any, output: Tensor) -> Tensor:
         self.sent += 1
         return output + (output.half().to(output.dtype) - output).detach() if self.sent == 2 else output
+
+
+@mutant(
+    FaultKind.STALE,
+    on_pipeline(Part.REDUCTION, "masked_chain", "blocks.0.*", cause=HINT, world_size=4, mesh="pp4"),
+    origin=Origin.MESH,
+    imitates="https://github.com/tdrussell/diffusion-pipe/pull/544",
+)
+class ReadsGradientsAsIntegers(OverPipeline):
+    """A stage between two others receives the gradient of its output in the buffer of a mask of integers."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        for name in ("blocks.1", "blocks.2"):
+            self.module.get_submodule(name).register_forward_hook(misread_gradient)
 
 
 def on_messages(parameter: str, variant: str = "gpipe", dtype: str = "fp32") -> Target:
@@ -210,8 +226,12 @@ class SendsAlongAxes(OverPipeline):
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
+        self.join_ranks(config.mesh)
+
+    def join_ranks(self, mesh: Mesh) -> None:
+        """Make the group of the ranks of ``mesh`` that differ from this one on ``axes`` alone. This is a collective."""
         world, others = dist.get_world_size(), [axis for axis in AXES if axis not in self.axes]
-        places = [config.mesh.coordinates(rank, world) for rank in range(world)]
+        places = [mesh.coordinates(rank, world) for rank in range(world)]
         keys = [tuple(place[axis] for axis in others) for place in places]
         groups = {key: [rank for rank in range(world) if keys[rank] == key] for key in dict.fromkeys(keys)}
         made = {key: dist.new_group(ranks) for key, ranks in groups.items()}

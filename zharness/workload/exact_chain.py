@@ -6,7 +6,7 @@ integers are the same in half precision.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -61,6 +61,47 @@ class LastBlock(Block):
         return output
 
 
+class MaskedBlock(Block):
+    """A block that returns, before its output, a mask of integers, by which the next one multiplies that output.
+
+    Nothing has a gradient for the mask, which has as many elements as the output. The mask of the first block is where
+    its input is not 0.
+    """
+
+    def forward(self, mask: Tensor, hidden: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        mask, hidden = ((mask != 0).int(), mask) if hidden is None else (mask, hidden)
+        return mask, super().forward(hidden * mask)
+
+
+class LastMaskedBlock(Block):
+    """A block that multiplies the output of the block before it by the mask; it has no ReLU."""
+
+    def forward(self, mask: Tensor, hidden: Tensor) -> Tensor:  # type: ignore[override]
+        output: Tensor = self.linear(hidden * mask)
+        return output
+
+
+class MaskedChainModel(nn.Module):
+    """Blocks that give each other a mask of integers, which no gradient comes back for; maps (batch, 16) to itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([*(MaskedBlock() for _ in range(BLOCKS - 1)), LastMaskedBlock()])
+        make_ternary(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return run_blocks(self.blocks, x)
+
+
+def run_blocks(blocks: Iterable[nn.Module], x: Tensor) -> Tensor:
+    """Return the output of the last of ``blocks``, each of which takes what the one before it returns."""
+    values: tuple[Tensor, ...] = (x,)
+    for block in blocks:
+        output = block(*values)
+        values = output if isinstance(output, tuple) else (output,)
+    return values[0]
+
+
 class ChainModel(nn.Module):
     """Blocks that are called one after another, each with the output of the one before; maps (batch, 16) to itself.
 
@@ -81,11 +122,7 @@ class ChainModel(nn.Module):
         make_ternary(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        values: tuple[Tensor, ...] = (x,)
-        for block in self.blocks:
-            output = block(*values)
-            values = output if isinstance(output, tuple) else (output,)
-        return values[0]
+        return run_blocks(self.blocks, x)
 
 
 class HeadBlock(nn.Module):
@@ -219,11 +256,8 @@ class OddChainModel(nn.Module):
         )
         make_ternary(self)
 
-    def forward(self, x: Tensor) -> Any:
-        output: Any = (x,)
-        for block in self.blocks:
-            output = block(*output)
-        return output
+    def forward(self, x: Tensor) -> Tensor:
+        return run_blocks(self.blocks, x)
 
 
 class RandomChainModel(nn.Module):
@@ -288,6 +322,7 @@ PIPELINE_MODELS = (
     ),
     PipelineModel("tied_ends", "two blocks between two calls of one layer", TiedEndsModel, TIED_ENDS_PLAN),
     PipelineModel("odd_chain", "four blocks of odd widths, whose outputs are two tensors of two shapes", OddChainModel),
+    PipelineModel("masked_chain", "four blocks that pass a mask of integers on before their output", MaskedChainModel),
     PipelineModel("dropped_chain", "four blocks with dropout", DroppedChainModel, split=SPLIT_BLOCKS),
 )
 

@@ -1,0 +1,116 @@
+"""Define mutants of a pipeline that send small messages, or right ones again, beside those that a formula allows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zharness.engines import Capabilities, EngineConfig, torch_pp
+from zharness.mesh import DATA_SHARD, PIPELINE, REPLICATE, TENSOR, Mesh
+from zharness.mutants import seams_engines
+from zharness.mutants.mutant import FaultKind, Origin, mutant
+from zharness.mutants.pipeline import Loss, MicroBatches, OverPipeline
+from zharness.mutants.pipeline_wire import SendsAlongAxes, on_messages, on_replicas_wire, on_tensor_ranks
+
+
+@mutant(
+    FaultKind.RESOURCES,
+    replace(on_replicas_wire("elements of weights along dp_shard"), setting="fully_shard"),
+    replace(on_replicas_wire("elements of weights along dp_shard"), setting="fully_shard", variant="first"),
+    origin=Origin.MESH,
+)
+class GathersWeightsForEachMicroBatch(OverPipeline):
+    """The ranks of a stage, which keep the weights that they gathered, gather them again after each micro-batch."""
+
+    def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
+        losses = super().train_batch(micro_batches, loss)
+        shards: dict[str, Any] = dict(seams_engines.stage_params(self.right))
+        for shard in shards.values():
+            group = shard.device_mesh.get_group(DATA_SHARD)
+            local = shard.to_local().detach()
+            for _ in micro_batches:
+                dist.all_gather([torch.empty_like(local) for _ in range(dist.get_world_size(group))], local, group)
+        return losses
+
+
+class BroadcastsNumbers(SendsAlongAxes):
+    """The base class of mutants of which one stage tells all others a number for each micro-batch in ``dtypes``."""
+
+    axes: ClassVar[tuple[str, ...]] = (PIPELINE,)
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32,)
+
+    def send(self, micro_batches: MicroBatches) -> None:
+        for dtype in self.dtypes:
+            dist.broadcast(torch.zeros(len(micro_batches), dtype=dtype), src=self.choose_root(), group=self.group)
+
+    def choose_root(self) -> int:
+        """Return the rank that sends."""
+        raise NotImplementedError
+
+
+@mutant(FaultKind.RESOURCES, on_messages("elements of broadcasts along pp"), origin=Origin.MESH)
+class BroadcastsNumbersOfTheFirstStage(BroadcastsNumbers):
+    """The first stage, which has no loss, tells all others a number for each micro-batch."""
+
+    def choose_root(self) -> int:
+        return self.ranks[0]
+
+
+@mutant(FaultKind.RESOURCES, on_messages("broadcasts along pp", "1f1b"), origin=Origin.MESH)
+class BroadcastsLossesInTwoDtypes(BroadcastsNumbers):
+    """The last stage tells all others the losses in float32, and again in float64."""
+
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.float64)
+
+    def choose_root(self) -> int:
+        return self.ranks[-1]
+
+
+@mutant(FaultKind.RESOURCES, on_tensor_ranks("elements of activations along tp", "first"), origin=Origin.MESH)
+class SumsAFewActivationsInTheFirstBatch(SendsAlongAxes):
+    """The ranks of tp in the first stage all-reduce 16 elements of activations once more, fewer than a backward has."""
+
+    axes: ClassVar[tuple[str, ...]] = (TENSOR,)
+
+    def send(self, micro_batches: MicroBatches) -> None:
+        if 0 in self.ranks:
+            dist.all_reduce(torch.zeros(len(micro_batches[0][0]), 4), group=self.group)
+
+
+class CopiesStages(SendsAlongAxes):
+    """A right engine on the axes pp and rep: torch's pipelines with a copy of each stage in DDP.
+
+    DDP reduces each gradient once over the copies.
+    """
+
+    axes: ClassVar[tuple[str, ...]] = (REPLICATE,)
+    capabilities = replace(torch_pp.CAPABILITIES, mesh_axes=frozenset({PIPELINE, REPLICATE}))
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        sizes = tuple((axis, size) for axis, size in config.mesh.sizes if axis != REPLICATE)
+        OverPipeline.__init__(self, model, replace(config, mesh=Mesh(sizes)))  # what pp leaves over are copies
+        self.join_ranks(config.mesh)
+
+    @classmethod
+    def claims(cls, right: Capabilities) -> Capabilities:
+        return replace(super().claims(right), mesh_axes=cls.capabilities.mesh_axes)
+
+    def send(self, micro_batches: MicroBatches) -> None:
+        """Send nothing."""
+
+
+@mutant(
+    FaultKind.RESOURCES,
+    replace(on_replicas_wire("elements of gradients along dp_replicate"), mesh="pp2.rep2"),
+    origin=Origin.MESH,
+)
+class ReducesABiasOverCopiesAgain(CopiesStages):
+    """The copies of a stage all-reduce a buffer as large as a bias once more."""
+
+    def send(self, micro_batches: MicroBatches) -> None:
+        dist.all_reduce(torch.zeros(16), group=self.group)
