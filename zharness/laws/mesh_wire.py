@@ -39,6 +39,7 @@ SHARED_INPUT = ("query", "key", "value")  # an engine may send their input, and 
 # Weights stand still, so that a token has the expert of the initial gate in every step.
 STANDING = OptimizerSpec("sgd", {"lr": 0.0})
 STEPS = range(2)
+PADDED_HINT = "copies that no rank splits add up padding, too: less than a row for each parameter"
 EVALUATED = STEPS.stop  # the number of the micro-batch of an evaluation
 
 
@@ -78,7 +79,16 @@ def judge_wire(ctx: JudgeContext) -> Iterator[Comparison]:
         for rank, record in enumerate(ctx.rank_records("sent", step)):
             sent = {Sent.parse(name): elements for name, elements in record.items()}
             yield from judge_dtypes(ctx, rank, sent, step)
-            yield from judge_elements(ctx, rank, sent, list_ranges(ctx, rank, step), step)
+            yield from judge_elements(ctx, rank, sent, list_ranges(ctx, rank, step), step, partial(hint_padding, ctx))
+
+
+def hint_padding(ctx: JudgeContext, channel: Channel, count: int) -> str:
+    """Return a hint to a number of gradients that copies add up, if padding each parameter by a row explains it."""
+    shape = ctx.mesh.shape(ctx.world_size)
+    params = {name: param.shape for name, param in ctx.baseline.build_module().named_parameters()}
+    sizes = measure_parameters(params, ctx.baseline.spec.tp_plan, shape[TENSOR], shards=2)
+    is_padded = sizes.local < count <= sizes.local + sizes.padding
+    return PADDED_HINT if channel == Channel(GRADIENTS, REPLICATE) and shape[DATA_SHARD] == 1 and is_padded else ""
 
 
 def list_ranges(ctx: JudgeContext, rank: int, step: int) -> dict[Channel, Range]:
