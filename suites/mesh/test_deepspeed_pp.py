@@ -179,6 +179,11 @@ class TiedChain(nn.Module):
         (build(), EngineConfig(mesh=PP2, pp_plan=("0", "1"), options={"schedule": "gpipe"}), "schedule"),
         (
             build(),
+            EngineConfig(mesh=PP2, pp_plan=("0", "1"), options={"dynamic_shape": "no"}),
+            "got dynamic_shape 'no'; expected true or false",
+        ),
+        (
+            build(),
             EngineConfig(mesh=PP2, pp_plan=("0", "1"), options={"dynamic_shape": True, "schedule": "dualpipev"}),
             "got dynamic_shape and schedule dualpipev",
         ),
