@@ -44,6 +44,7 @@ CELLS = {
     "pipeline.wire[deepspeed_pp-zero1-w4.pp2-fp32-skips-dualpipev]": Verdict.PASS,
     "pipeline.wire[deepspeed_pp-zero0-w4.pp2-bf16-chain-1f1b]": Verdict.PASS,  # its optimizer has shards
     "pipeline.training[deepspeed_pp-zero0-w4.pp4-fp32-masked_chain-1f1b]": Verdict.FAIL,
+    "pipeline.training[deepspeed_pp-zero1-w6.pp3-fp32-masked_chain-1f1b]": Verdict.FAIL,
     "pipeline.training[deepspeed_pp-zero1-w4.pp2-fp32-masked_chain-dualpipev]": Verdict.PASS,
     "pipeline.unequal_micro_batches[deepspeed_pp{dynamic_shape}-zero0-w2.pp2-fp32-skips-1f1b]": Verdict.PASS,
     "pipeline.unequal_micro_batches[deepspeed_pp{dynamic_shape}-zero1-w4.pp2-fp32-tied_ends-after_equal]": Verdict.PASS,
@@ -176,6 +177,11 @@ class TiedChain(nn.Module):
     [
         (build(), EngineConfig(pp_plan=("0", "1")), "a mesh without the axis pp"),
         (build(), EngineConfig(mesh=PP2, pp_plan=("0", "1"), options={"schedule": "gpipe"}), "schedule"),
+        (
+            build(),
+            EngineConfig(mesh=PP2, pp_plan=("0", "1"), options={"dynamic_shape": "no"}),
+            "got dynamic_shape 'no'; expected true or false",
+        ),
         (
             build(),
             EngineConfig(mesh=PP2, pp_plan=("0", "1"), options={"dynamic_shape": True, "schedule": "dualpipev"}),

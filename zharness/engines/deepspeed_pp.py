@@ -113,7 +113,9 @@ def factory(model: nn.Module, config: EngineConfig) -> DeepSpeedPipelineEngine:
         raise ConfigError("got a mesh without the axis pp; expected one such as pp2")
     if config.options.get(SCHEDULE, ONE_FORWARD_ONE_BACKWARD) not in CAPABILITIES.schedules:
         raise ConfigError.unknown_name(SCHEDULE, config.options[SCHEDULE], sorted(CAPABILITIES.schedules))
-    if config.options.get(DYNAMIC_SHAPE) and config.options.get(SCHEDULE) == DUALPIPEV:
+    if not isinstance(dynamic := config.options.get(DYNAMIC_SHAPE, False), bool):
+        raise ConfigError(f"got {DYNAMIC_SHAPE} {dynamic!r}; expected true or false")
+    if dynamic and config.options.get(SCHEDULE) == DUALPIPEV:
         raise ConfigError(f"got {DYNAMIC_SHAPE} and {SCHEDULE} {DUALPIPEV}, which exchanges shapes once; leave out one")
     refuse_tied_weights(model, config.pp_plan)
     return DeepSpeedPipelineEngine(model, config)
@@ -249,7 +251,7 @@ class DeepSpeedPipelineEngine(WithoutForward):
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         self.module, self.capabilities = model, capabilities_at(config.stage)
         self._is_dual = config.options.get(SCHEDULE) == DUALPIPEV
-        self._has_dynamic_shape = bool(config.options.get(DYNAMIC_SHAPE, False))
+        self._has_dynamic_shape = config.options.get(DYNAMIC_SHAPE, False)
         self._fewest_micro_batches = STAGES_OF_DUALPIPEV * config.mesh.size(PIPELINE) if self._is_dual else 1
         named = dict(model.named_parameters())
         deepspeed = prepare_deepspeed(next(iter(named.values())).device.type)

@@ -13,6 +13,7 @@ from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.other_norms import list_owned_spans
 from zharness.mesh import PIPELINE
 from zharness.parity import Comparison
+from zharness.parity.attribution import is_close_to_mean
 from zharness.workload import Batch
 
 HINT = "stages that also receive activations read the bits of the gradients of their outputs as integers"
@@ -21,21 +22,23 @@ HINT = "stages that also receive activations read the bits of the gradients of t
 def hint_integer_gradients(
     ctx: JudgeContext,
     comparison: Comparison,
-    batches: Sequence[Batch],
+    columns: Sequence[Sequence[Batch]],
     weights: Mapping[str, Tensor] | None = None,
     step: int = 0,
 ) -> Comparison:
     """Add a hint to a mismatch of a gradient if it is that of inner stages that read gradients as integers.
 
-    The gradients were recorded at ``step`` after ``batches``, those of one data coordinate, at ``weights``.
+    The gradients were recorded at ``step`` after the micro-batches ``columns`` of each data coordinate, at ``weights``.
     """
     mismatch = comparison.mismatch
-    if mismatch is None or ctx.data_size > 1 or mismatch.parameter not in ctx.baseline.parameter_names:
+    if mismatch is None or mismatch.parameter not in ctx.baseline.parameter_names:
         return comparison
-    grad = ctx.rank_records("grads", step)[mismatch.seen_on][mismatch.parameter]
-    for divisor in (1, len(batches)):
-        misread = run_with_integer_gradients(ctx, batches, weights, divisor).get(mismatch.parameter)
-        if misread is not None and torch.equal(grad, misread):
+    name, (first, *_) = mismatch.parameter, columns
+    grad = ctx.rank_records("grads", step)[mismatch.seen_on][name]
+    for divisor in (1, len(first)):
+        misread = [run_with_integer_gradients(ctx, batches, weights, divisor).get(name) for batches in columns]
+        found = [each for each in misread if each is not None]
+        if found and is_close_to_mean(grad, found, 1, ctx.reduce_dtype):
             return add_hint(comparison, HINT)
     return comparison
 

@@ -191,9 +191,9 @@ def compare_batch_grads(ctx: JudgeContext, micros: list[list[LocalResult]]) -> I
         yield from compare_split_batches(ctx, "grads", 0, SplitBatches(dict.fromkeys(range(MICRO_BATCHES), 1.0)))
         return
     exact = ctx.certify_exactness(range(MICRO_BATCHES))
-    batches = [ctx.baseline.batch(0, micro) for micro in range(MICRO_BATCHES)]
+    columns = [[ctx.baseline.batch(at, micro) for micro in range(MICRO_BATCHES)] for at in range(ctx.data_size)]
     for comparison in ctx.compare_reduced_grads("grads", micros, exact=exact):
-        yield hint_integer_gradients(ctx, hint_divided_by_two_stages(ctx, comparison), batches)
+        yield hint_integer_gradients(ctx, hint_divided_by_two_stages(ctx, comparison), columns)
 
 
 def judge_training(ctx: JudgeContext) -> Iterator[Comparison]:

@@ -102,7 +102,7 @@ def judge_unequal_micro_batches(ctx: JudgeContext) -> Iterator[Comparison]:
             raise RoundedScenarioError(f"a sum of batch {number} is rounded, so no engine with tp can be judged by it")
         yield from compare_micro_losses(ctx, micros, number)
         for comparison in ctx.compare_reduced_grads("grads", micros, number, exact):
-            yield hint_integer_gradients(ctx, comparison, columns[0], weights, number)
+            yield hint_integer_gradients(ctx, comparison, columns, weights, number)
         yield from judge_step(ctx, BIAS_SIGNS, ctx.rank_records("grads", number)[0], RecordedStep(number))
         yield from compare_ranks_after_step(ctx, RecordedStep(number + 1))
 
