@@ -28,10 +28,13 @@ def needs_mesh(law: Law) -> bool:
     )
 
 
-def require_mesh_for_laws(patterns: Sequence[str], models: Sequence[str], capabilities: Capabilities) -> None:
+def require_mesh_for_laws(
+    engine: str, patterns: Sequence[str], models: Sequence[str], capabilities: Capabilities
+) -> None:
     """Raise UsageError if all laws of ``patterns`` need a mesh, and name an axis on which they have cells.
 
     It is the one on which most of the laws have cells of ``models``, if the engine claims an axis on which any has.
+    If it does not, the error names the axes that it claims.
     """
     laws = find_laws(tuple(patterns))
     if not all(map(needs_mesh, laws)):
@@ -41,7 +44,8 @@ def require_mesh_for_laws(patterns: Sequence[str], models: Sequence[str], capabi
     refusal = ""
     if not any(counts.values()):
         counts = {axis: sum(has_cells_on(law, axis, models) for law in laws) for axis in NAMED_AXES}
-        refusal = ", which the engine does not claim"
+        claimed = ", ".join(sorted(capabilities.mesh_axes))
+        refusal = f", and {engine} claims {f'the axes {claimed} alone' if claimed else 'no axis of a mesh'}"
     axis = min(counts, key=lambda axis: (-counts[axis], axis != TENSOR, axis))
     if counts[axis]:  # or these models have none of the laws
         raise UsageError(
