@@ -126,12 +126,16 @@ def explain_missing_plan(model: str, mesh: Mesh, stages_per_rank: int = 1) -> st
     spec, stages = model_spec(model), stages_per_rank * mesh.size(PIPELINE)
     if PIPELINE in mesh.axes and len(spec.pp_plan) < stages:
         return f"the model {model} has no plan of {stages} modules or more that pp can split"
-    if bool(spec.ep_plan) != (EXPERT in mesh.axes):
-        return f"the model {model} has {'a layer' if spec.ep_plan else 'no layer'} of experts that ep splits"
+    if spec.ep_plan and EXPERT not in mesh.axes:
+        return f"the model {model} has a layer of experts that ep splits; give it a mesh such as --mesh ep2"
+    if EXPERT in mesh.axes and not spec.ep_plan:
+        return f"the model {model} has no layer of experts that ep splits"
     if reason := explain_uneven_parts(spec, mesh, EXPERT):
         return reason
-    if bool(spec.cp_plan) != (CONTEXT in mesh.axes):
-        return f"the model {model} has {'attention' if spec.cp_plan else 'no attention'} whose sequence cp splits"
+    if spec.cp_plan and CONTEXT not in mesh.axes:
+        return f"the model {model} has attention whose sequence cp splits; give it a mesh such as --mesh cp2"
+    if CONTEXT in mesh.axes and not spec.cp_plan:
+        return f"the model {model} has no attention whose sequence cp splits"
     if reason := explain_uneven_parts(spec, mesh, CONTEXT):
         return reason
     if TENSOR not in mesh.axes:
