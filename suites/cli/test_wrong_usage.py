@@ -98,8 +98,13 @@ WRONG: dict[str, tuple[str, ...]] = {
     ),
     "check mesh.norm --engine fsdp2 --mesh ''": ("the laws (mesh.norm) need a mesh, such as --mesh tp2;",),
     "check mesh.routing --engine deepspeed": ("the laws (mesh.routing) need a mesh, such as --mesh ep2;",),
-    "check mesh.routing --engine fsdp2": ("need a mesh, such as --mesh ep2, which the engine does not claim;",),
-    "check pipeline --engine deepspeed": ("need a mesh, such as --mesh pp2, which the engine does not claim;",),
+    "check mesh.routing --engine fsdp2": ("--mesh ep2, and fsdp2 claims the axes dp_replicate, tp alone; `zh",),
+    "check pipeline --engine deepspeed": ("such as --mesh pp2, and deepspeed claims the axes cp, ",),
+    "check mesh --engine ddp": ("--mesh tp2, and ddp claims no axis of a mesh; `zharness docs mesh` lists the axes",),
+    "check mesh.replicas --engine deepspeed --model routed": (
+        "experts that ep splits; give it a mesh such as --mesh ep2",
+    ),
+    "check mesh.replicas --model context": ("whose sequence cp splits; give it a mesh such as --mesh cp2",),
     "check mesh.norm --model changing": ("none of the laws (mesh.norm) applies to the models changing",),
     "check mesh.norm --engine fsdp2 --mesh tp3": ("the mesh tp3 has 3 ranks or a multiple", "world size 2 is not"),
     "check mesh.training --engine deepspeed --mesh cp3 --world-size 3": (

@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,19 @@ def test_a_model_that_cannot_be_judged_is_refused(what: str) -> None:
     factory, message = UNSEEDED[what]
     with pytest.raises(UsageError, match=message):
         collect_facts(factory)
+
+
+def test_a_factory_that_keeps_what_it_has_drawn_is_refused() -> None:
+    build_layer = cache(lambda: nn.Linear(3, 8))
+    for factory in (cache(dropping), lambda: (nn.Sequential(build_layer(), nn.Linear(8, 2)), draw, score)):
+        with pytest.raises(UsageError, match=r"same tensor '0.weight' from two calls .* a new model in each call"):
+            collect_facts(factory)
+
+
+def test_a_factory_may_return_weights_again_that_it_does_not_draw() -> None:
+    model, frozen = nn.Linear(3, 8), nn.Linear(8, 8)
+    assert collect_facts(lambda: (model, draw, score)).trained_parameters == 32
+    assert collect_facts(lambda: (nn.Sequential(nn.Linear(3, 8), frozen), draw, score)).trained_parameters == 104
 
 
 def test_a_larger_model_and_fewer_lanes_take_longer() -> None:

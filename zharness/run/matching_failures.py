@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from zharness.cell import Cell
@@ -9,7 +10,10 @@ from zharness.run.expected_failures import POOLED, ExpectedFailure, expected_fai
 
 LOSES_RANKS = ("crash", "hang")
 GENERAL_CAUSES = ("ended by a signal", "by peer", "did not finish")  # the end of a process, whatever ended it
-UNEQUAL_CALLS = ("in all_gather", "in all_reduce", "in reduce_scatter")  # ranks stop in different places
+# Ranks stop in different calls, such as all_gather_into_tensor.
+UNEQUAL_CALLS = re.compile(
+    r"\bin ((all_gather|all_reduce|all_to_all|broadcast|reduce_scatter)(_\w+)?|barrier|recv|reduce|send)\b"
+)
 # The check that raises this on the ranks is part of every law: its verdict is `fail`, but the pool loses its ranks.
 CONTRACT_CAUSE = "the engine changed requires_grad"
 
@@ -131,8 +135,9 @@ def has_contract_cause(entry: ExpectedFailure) -> bool:
 
 def expects_exception(entry: ExpectedFailure) -> bool:
     """Return whether all ranks have to raise one exception, rather than hang, end, or wait for each other."""
-    other_ends = (*GENERAL_CAUSES, *UNEQUAL_CALLS)
-    has_other_end = any(text in each for each in entry.signatures for text in other_ends)
+    has_other_end = any(
+        UNEQUAL_CALLS.search(each) or any(text in each for text in GENERAL_CAUSES) for each in entry.signatures
+    )
     return has_contract_cause(entry) or (entry.verdict == "crash" and not has_other_end)
 
 

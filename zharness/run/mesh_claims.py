@@ -28,10 +28,13 @@ def needs_mesh(law: Law) -> bool:
     )
 
 
-def require_mesh_for_laws(patterns: Sequence[str], models: Sequence[str], capabilities: Capabilities) -> None:
+def require_mesh_for_laws(
+    engine: str, patterns: Sequence[str], models: Sequence[str], capabilities: Capabilities
+) -> None:
     """Raise UsageError if all laws of ``patterns`` need a mesh, and name an axis on which they have cells.
 
     It is the one on which most of the laws have cells of ``models``, if the engine claims an axis on which any has.
+    If it does not, the error names the axes that it claims.
     """
     laws = find_laws(tuple(patterns))
     if not all(map(needs_mesh, laws)):
@@ -41,7 +44,8 @@ def require_mesh_for_laws(patterns: Sequence[str], models: Sequence[str], capabi
     refusal = ""
     if not any(counts.values()):
         counts = {axis: sum(has_cells_on(law, axis, models) for law in laws) for axis in NAMED_AXES}
-        refusal = ", which the engine does not claim"
+        claimed = ", ".join(sorted(capabilities.mesh_axes))
+        refusal = f", and {engine} claims {f'the axes {claimed} alone' if claimed else 'no axis of a mesh'}"
     axis = min(counts, key=lambda axis: (-counts[axis], axis != TENSOR, axis))
     if counts[axis]:  # or these models have none of the laws
         raise UsageError(
@@ -122,12 +126,16 @@ def explain_missing_plan(model: str, mesh: Mesh, stages_per_rank: int = 1) -> st
     spec, stages = model_spec(model), stages_per_rank * mesh.size(PIPELINE)
     if PIPELINE in mesh.axes and len(spec.pp_plan) < stages:
         return f"the model {model} has no plan of {stages} modules or more that pp can split"
-    if bool(spec.ep_plan) != (EXPERT in mesh.axes):
-        return f"the model {model} has {'a layer' if spec.ep_plan else 'no layer'} of experts that ep splits"
+    if spec.ep_plan and EXPERT not in mesh.axes:
+        return f"the model {model} has a layer of experts that ep splits; give it a mesh such as --mesh ep2"
+    if EXPERT in mesh.axes and not spec.ep_plan:
+        return f"the model {model} has no layer of experts that ep splits"
     if reason := explain_uneven_parts(spec, mesh, EXPERT):
         return reason
-    if bool(spec.cp_plan) != (CONTEXT in mesh.axes):
-        return f"the model {model} has {'attention' if spec.cp_plan else 'no attention'} whose sequence cp splits"
+    if spec.cp_plan and CONTEXT not in mesh.axes:
+        return f"the model {model} has attention whose sequence cp splits; give it a mesh such as --mesh cp2"
+    if CONTEXT in mesh.axes and not spec.cp_plan:
+        return f"the model {model} has no attention whose sequence cp splits"
     if reason := explain_uneven_parts(spec, mesh, CONTEXT):
         return reason
     if TENSOR not in mesh.axes:

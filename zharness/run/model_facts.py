@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import is_not
 
@@ -28,7 +28,7 @@ from zharness.run.outcomes import count_cells
 from zharness.workload import ModelSpec, model_spec
 from zharness.workload.nested_tensors import collect_tensors
 from zharness.workload.shipped_plans import describe_unsplit_parts, read_shipped_plan
-from zharness.workload.user_model import build_fresh_model
+from zharness.workload.user_model import UserModel, get_user_model, resolve_factory
 
 SEED = 0
 PROBED_STEPS, RANDOM_STEPS = 2, 4  # of which the used parameters are found; a forward that draws may differ more often
@@ -107,7 +107,7 @@ def measure_model(
     require_real_parameters(name, model)
     require_matching_dtype(name, model, dtype)
     refuse_sparse_gradients(name, model)
-    require_deterministic_factory(name, list_state(model), list_state(build_fresh_model(name, SEED)))
+    require_deterministic_factory(get_user_model(name), UserModel(name, resolve_factory(name)))
     require_seeded_batches(spec)
     baseline = Baseline(
         spec, SEED, 1, DTYPES[dtype], LOSS_SCALES[dtype], configuration_for(engine_variant).autocast_dtype
@@ -145,15 +145,37 @@ def list_state(model: nn.Module) -> dict[str, Tensor]:
     return {key: value for key, value in model.state_dict().items() if isinstance(value, Tensor)}
 
 
-def require_deterministic_factory(name: str, first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> None:
-    """Raise UsageError if two calls of the factory with the same seed returned models with different weights."""
-    for key, tensor in first.items():
-        if key not in second or not has_same_numbers(tensor, second[key]):
+def require_deterministic_factory(first: UserModel, second: UserModel) -> None:
+    """Raise UsageError if two calls of a factory with the same seed return different weights, or share random ones."""
+    models = first.get_parts(SEED).model, second.get_parts(SEED).model
+    if (shared := find_shared_tensor(*models)) and not has_same_draws(first, second):
+        raise UsageError(
+            f"got the same tensor {shared!r} from two calls of the factory {first.name}, which drew random numbers in "
+            "the first call alone, so that weights depend on the seed of that call; expected a new model in each call"
+        )
+    state = list_state(models[1])
+    for key, tensor in list_state(models[0]).items():
+        if key not in state or not has_same_numbers(tensor, state[key]):
             raise UsageError(
-                f"the factory {name} returned two models that differ in {key!r}, with the same seed of "
+                f"the factory {first.name} returned two models that differ in {key!r}, with the same seed of "
                 "torch's generator: its weights depend on another source, such as numpy's generator or the order of a "
                 "set; draw them with torch, or seed that source in the factory"
             )
+
+
+def find_shared_tensor(first: nn.Module, second: nn.Module) -> str:
+    """Return the name of a parameter or buffer of ``second`` that is one of ``first``, or ''."""
+    known = {id(tensor) for tensor in (*first.parameters(), *first.buffers())}
+    named = (*second.named_parameters(), *second.named_buffers())
+    return next((name for name, tensor in named if id(tensor) in known), "")
+
+
+def has_same_draws(first: UserModel, second: UserModel) -> bool:
+    """Return whether the factory drew as many random numbers for both.
+
+    Weights that no call draws, such as those of a module that is handed to ``verify``, are the same under each seed.
+    """
+    return torch.equal(first.generator_state, second.generator_state)
 
 
 def has_same_numbers(first: Tensor, second: Tensor) -> bool:

@@ -126,7 +126,7 @@ def plan_with_coverage(request: Request, claims: ClaimsLookup) -> Plan:
         )
     if not cells and not request.mesh.sizes and not any(map(is_user_model, request.models)):
         (engine, *_), stages = request.engines, request.stages or STAGES
-        require_mesh_for_laws(globs, request.models, first_buildable_claims(engine, stages, claims))
+        require_mesh_for_laws(engine, globs, request.models, first_buildable_claims(engine, stages, claims))
     if not cells:
         raise UsageError(
             f"there is nothing to run: none of the laws ({', '.join(request.patterns) or 'all'}) applies to "

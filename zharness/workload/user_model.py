@@ -90,9 +90,9 @@ def user_model_spec(name: str) -> ModelSpec:
     return ModelSpec(name, f"the model of {name}", user_model.build, user_model.batch, user_model.loss)
 
 
-def build_fresh_model(name: str, seed: int) -> nn.Module:
-    """Call the factory ``name`` again, without the cache, and return its model, with weights drawn from ``seed``."""
-    return UserModel(name, resolve_factory(name)).get_parts(seed).model
+def get_user_model(name: str) -> UserModel:
+    """Return the cached UserModel of the factory ``name``, which the laws copy."""
+    return user_model_spec(name).build.__self__  # type: ignore[attr-defined,no-any-return] # a method of UserModel
 
 
 def resolve_factory(name: str) -> Factory:
@@ -151,12 +151,14 @@ class UserModel:
     """The model of a user's factory.
 
     The factory's last result is cached, and copies of its model are returned, because a law needs many copies.
+    ``generator_state`` is the state in which the factory's last call left torch's generator.
     """
 
     def __init__(self, name: str, factory: Factory) -> None:
         self.name = name
         self._factory = factory
         self._cached_parts: tuple[int, UserModelParts] | None = None
+        self.generator_state = torch.empty(0)
 
     def get_parts(self, seed: int | None = None) -> UserModelParts:
         """Call the factory with torch's generator seeded with ``seed``, or return the cached result for this seed.
@@ -169,6 +171,7 @@ class UserModel:
             with torch.random.fork_rng(devices=[]):
                 torch.default_generator.manual_seed(seed)
                 self._cached_parts = seed, call_factory(self.name, self._factory)
+                self.generator_state = torch.default_generator.get_state()
         return self._cached_parts[1]
 
     def build(self) -> nn.Module:
