@@ -7,7 +7,6 @@ both are plain PyTorch's.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
@@ -24,14 +23,13 @@ from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Law, MeshSupport, Variant
 from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_step, judge_step
 from zharness.law_kit.other_norms import Spans, list_owned_spans
-from zharness.law_kit.owners import count_owners, iter_wrong_axes
+from zharness.law_kit.owners import count_owners, judge_owners
 from zharness.law_kit.rank_context import RankContext, scalar
 from zharness.law_kit.record_comparisons import compare_initial_weights
 from zharness.law_kit.split_sums import compare_split_grads
 from zharness.laws.training.common import JudgeFunction, ObserveFunction
 from zharness.laws.training.grads import judge_one_hot_rank, observe_one_hot_rank
 from zharness.laws.training.reduction import judge_no_sync, observe_no_sync
-from zharness.mesh import AXES
 from zharness.parity import Comparison, Part, Tier, compare_bitwise
 from zharness.parity.baseline import LocalResult
 from zharness.parity.compare import check_names
@@ -162,7 +160,7 @@ def judge_replicas(ctx: JudgeContext) -> Iterator[Comparison]:
     for label, part in (("gradients", Part.REDUCTION), ("weights", Part.OPTIMIZER)):
         for name, tensor in ctx.rank_records(f"full {label}")[0].items():
             owned = [list_owned_spans(ctx, rank, name, tensor.numel()) for rank in range(ctx.world_size)]
-            yield from judge_owners(ctx, name, tensor, owned, count_owners(ctx, stage, name, tensor.shape))
+            yield from judge_owners(ctx, name, tensor.numel(), owned, count_owners(ctx, stage, name, tensor.shape))
             yield from compare_whole_tensors(ctx, f"full {label}", name, part)
             if ctx.has_record(label):
                 shards = [record[name] for record in ctx.rank_records(label)]
@@ -198,27 +196,6 @@ def compare_shards(
         yield compare_bitwise(place, count.clamp(elements.numel(), longest), count)
         if elements.numel() <= shard.numel():
             yield compare_bitwise(place, elements, shard[: elements.numel()])
-
-
-def judge_owners(
-    ctx: JudgeContext,
-    name: str,
-    tensor: Tensor,
-    owned: Sequence[Spans],
-    counts: Mapping[str, int] | None = None,
-) -> Iterator[Comparison]:
-    """Check that as many ranks own each element of a parameter as ``counts`` has by axis; if None, equally many."""
-    owners = torch.zeros(tensor.numel())
-    for start, stop in (span for spans in owned for span in spans):
-        owners[start:stop] += 1
-    count = owners.max().clamp(min=1) if counts is None else math.prod(counts[axis] for axis in AXES)
-    comparison = compare_bitwise(ctx.location(name, Part.GATHER), torch.full_like(owners, float(count)), owners)
-    hint = "this is the number of ranks that own the element by layout()"
-    if comparison.mismatch is not None and counts is not None:
-        (element,) = comparison.mismatch.index
-        having = [rank for rank, spans in enumerate(owned) if any(start <= element < stop for start, stop in spans)]
-        hint = ", ".join((hint, *iter_wrong_axes(ctx, counts, having)))
-    yield add_hint(comparison, hint)
 
 
 def compare_replicas(

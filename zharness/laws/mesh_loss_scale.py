@@ -7,11 +7,11 @@ an overflow in the gradients of its rank alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from zharness.engines.protocol import Absent, Engine, Feature
 from zharness.errors import EngineContractError
@@ -25,16 +25,22 @@ from zharness.laws.precision.grad_scaler import SCALER_SETTINGS, Overflow, run_o
 from zharness.mesh import AXES, REPLICATE
 from zharness.parity import Comparison, Part, compare_bitwise, compare_ranks
 
-OVERFLOW, GOOD = STEPS = range(2)
+ON_THE_LAST, GOOD, ON_THE_FIRST, GOOD_AGAIN = STEPS = range(4)
+OVERFLOWS = (ON_THE_LAST, ON_THE_FIRST)
 FP16, AUTOCAST = "fp16", "autocast"
 
 
 def observe_scale(ctx: RankContext) -> None:
-    """Make a step whose gradients overflow on the last rank alone, and a good one; record scales and weights."""
+    """Make steps whose gradients overflow on the last rank alone and on the first, each before a good one.
+
+    An engine that takes the answer of one rank for that of all is right about one of the two. Scales and weights are
+    recorded.
+    """
     engine = ctx.build_engine(optimizer=SGD, options=SCALER_SETTINGS[ctx.variant].options)
+    overflowing = {ON_THE_LAST: ctx.world_size - 1, ON_THE_FIRST: 0}
     for step in STEPS:
         ctx.record_weights(engine, step)
-        backward_with_overflow(ctx, engine, step, step == OVERFLOW and ctx.rank == ctx.world_size - 1)
+        backward_with_overflow(ctx, engine, step, overflowing.get(step) == ctx.rank)
         ctx.record("grads", engine.full_grads(), step)
         engine.step()
         engine.zero_grad()
@@ -76,9 +82,9 @@ def overflow_one_matrix(module: nn.Module) -> torch.utils.hooks.RemovableHandle:
 
 
 def judge_scale(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare the loss scale between ranks after each step, and the weights with those from before the overflow.
+    """Compare the loss scale between ranks after each step, and the weights with those from before an overflow.
 
-    The first gradients are not finite on any rank, and the second ones are on all, or nothing was tested.
+    The gradients of an overflow are not finite on any rank, and those of good steps are on all, or nothing was tested.
     """
     for step in STEPS:
         yield from compare_finiteness(ctx, step)
@@ -90,12 +96,7 @@ def judge_scale(ctx: JudgeContext) -> Iterator[Comparison]:
         for comparison in compare_ranks(ctx.location("loss scale", Part.OPTIMIZER, step), [*map(scalar, scales)]):
             axes = " and ".join(find_unequal_axes(ctx, scales))
             yield add_hint(comparison, f"ranks along {axes} have loss scales of their own")
-    before, after = ctx.rank_records("params", OVERFLOW)[0], ctx.rank_records("params", len(STEPS))
-    yield from compare_skipped_weights(ctx, before)
-    moved = any(not torch.equal(weight, after[0][name]) for name, weight in before.items())
-    yield compare_bitwise(ctx.location("moved weights", Part.OPTIMIZER, GOOD), scalar(True), scalar(moved))
-    for name in before:
-        yield from compare_ranks(ctx.location(name, Part.OPTIMIZER, GOOD), [weights[name] for weights in after])
+        yield from (compare_skipped_weights if step in OVERFLOWS else compare_moved_weights)(ctx, step)
 
 
 def compare_finiteness(ctx: JudgeContext, step: int) -> Iterator[Comparison]:
@@ -103,17 +104,29 @@ def compare_finiteness(ctx: JudgeContext, step: int) -> Iterator[Comparison]:
     finite = [all(bool(grad.isfinite().all()) for grad in grads.values()) for grads in ctx.rank_records("grads", step)]
     for rank, found in enumerate(finite):
         place = ctx.location("finiteness of gradients", Part.REDUCTION, step, rank)
-        yield add_hint(compare_bitwise(place, scalar(step == GOOD), scalar(found)), describe_ranks(ctx, finite))
+        yield add_hint(
+            compare_bitwise(place, scalar(step not in OVERFLOWS), scalar(found)), describe_ranks(ctx, finite)
+        )
 
 
-def compare_skipped_weights(ctx: JudgeContext, before: Mapping[str, Tensor]) -> Iterator[Comparison]:
-    """Compare the weights of all ranks after the overflow with those ``before`` it."""
-    after = ctx.rank_records("params", GOOD)
-    for name, weight in before.items():
-        ranks = describe_ranks(ctx, [torch.equal(weight, weights[name]) for weights in after])
-        for rank, weights in enumerate(after):
-            comparison = compare_bitwise(ctx.location(name, Part.OPTIMIZER, OVERFLOW, rank), weight, weights[name])
+def compare_skipped_weights(ctx: JudgeContext, step: int) -> Iterator[Comparison]:
+    """Compare the weights of each rank after an overflow with those that it had before."""
+    before, after = ctx.rank_records("params", step), ctx.rank_records("params", step + 1)
+    for name in before[0]:
+        pairs = [(old[name], new[name]) for old, new in zip(before, after, strict=True)]
+        ranks = describe_ranks(ctx, [torch.equal(old, new) for old, new in pairs])
+        for rank, (old, new) in enumerate(pairs):
+            comparison = compare_bitwise(ctx.location(name, Part.OPTIMIZER, step, rank), old, new)
             yield add_hint(comparison, f"a step with an overflow changed it{ranks and f', {ranks}'}")
+
+
+def compare_moved_weights(ctx: JudgeContext, step: int) -> Iterator[Comparison]:
+    """Check that a good step moved weights, and compare those of all ranks after it with each other."""
+    before, after = ctx.rank_records("params", step)[0], ctx.rank_records("params", step + 1)
+    moved = any(not torch.equal(weight, after[0][name]) for name, weight in before.items())
+    yield compare_bitwise(ctx.location("moved weights", Part.OPTIMIZER, step), scalar(True), scalar(moved))
+    for name in before:
+        yield from compare_ranks(ctx.location(name, Part.OPTIMIZER, step), [weights[name] for weights in after])
 
 
 def describe_ranks(ctx: JudgeContext, answers: Sequence[bool]) -> str:

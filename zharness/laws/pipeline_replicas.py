@@ -12,8 +12,9 @@ from zharness.law_kit.hints import add_hint
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Variant
 from zharness.law_kit.other_norms import Spans, list_owned_spans
+from zharness.law_kit.owners import judge_owners
 from zharness.law_kit.rank_context import RankContext, scalar
-from zharness.laws.mesh import compare_replicas, judge_owners
+from zharness.laws.mesh import compare_replicas
 from zharness.laws.pipeline import (
     CLIP,
     DEFAULT_SHAPE,
@@ -62,7 +63,7 @@ def judge_replicas(ctx: JudgeContext) -> Iterator[Comparison]:
                 yield hint_not_reduced(ctx, comparison, micros) if label == "gradients" else comparison
     for name, tensor in ctx.rank_records("weights")[0].items():
         shard_spans = [list_owned_spans(ctx, rank, name, tensor.numel()) for rank in range(ctx.world_size)]
-        yield from judge_owners(ctx, name, tensor, shard_spans)
+        yield from judge_owners(ctx, name, tensor.numel(), shard_spans)
     yield from compare_norms(ctx)
 
 

@@ -127,7 +127,16 @@ class NormCountsEachCopy(OverCopies):
         seams.wrap_grad_norm(self.right, lambda right: lambda: right() * math.sqrt(self.copies))
 
 
-@mutant(FaultKind.SHARDS, on_mesh("mesh.replicas", mesh=REP2), origin=Origin.MESH)
+@mutant(
+    FaultKind.SHARDS,
+    on_mesh(
+        "mesh.replicas",
+        Part.GATHER,
+        mesh=REP2,
+        cause="this is the number of ranks along dp_replicate that own the element by layout()",
+    ),
+    origin=Origin.MESH,
+)
 class LayoutTakesNeighboursForCopies(OverCopies):
     """``layout()`` says that neighbours own the same elements, as if the copies were the inner axis."""
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from zharness.engines import EngineConfig
-from zharness.mesh import CONTEXT, EXPERT
+from zharness.mesh import CONTEXT, EXPERT, TENSOR
 from zharness.mutants import seams, seams_engines
 from zharness.mutants.mesh import REP2, on_mesh
 from zharness.mutants.mesh_copies import OverCopies
@@ -92,17 +92,34 @@ class StepsThroughAnOverflow(OverLastRank):
     def step(self) -> None:
         grads: dict[str, Tensor] = self.right.full_grads() if self.split else {}
         self.right.step()
-        if self.is_last or all(bool(grad.isfinite().all()) for grad in grads.values()):
+        if all(bool(grad.isfinite().all()) for grad in grads.values()) or self.skips(grads):
             return
         with torch.no_grad():
             for name, param in self.copied():
                 if name in grads:  # a frozen one has none
                     param.sub_(grads[name].nan_to_num(0.0, 0.0, 0.0))
 
+    def skips(self, grads: Mapping[str, Tensor]) -> bool:
+        """Return whether this rank skips a step with an overflow."""
+        return self.is_last
+
 
 @mutant(FaultKind.LOSS_SCALE, on_overflow("tp2", "mixed_exact"), origin=Origin.MESH)
 class StepsThroughAnOverflowOfATensorRank(StepsThroughAnOverflow):
     """The ranks of tp but the last one make a step in which a gradient overflows, and the last one skips it."""
+
+
+@mutant(
+    FaultKind.LOSS_SCALE,
+    replace(on_scale("tp2", "mixed_exact", "*"), cause="a step with an overflow changed it"),
+    origin=Origin.MESH,
+)
+class AsksTheLastTensorRankForAnOverflow(StepsThroughAnOverflow):
+    """The ranks of tp skip a step if the last one's part of the first layer overflows, and not if another's does."""
+
+    def skips(self, grads: Mapping[str, Tensor]) -> bool:
+        last = grads["first.weight"].chunk(self.config.mesh.size(TENSOR))[-1]
+        return not bool(last.isfinite().all())
 
 
 @mutant(FaultKind.LOSS_SCALE, on_overflow("cp2", "mixed_context"), origin=Origin.MESH)

@@ -1,21 +1,24 @@
-"""Define mutants that leave whole what an axis of the mesh splits, and compute the right numbers."""
+"""Define mutants that split over no axis, or over another one, what an axis splits, and compute the right numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch.distributed as dist
 from torch import nn
 
 from zharness.engines import EngineConfig, Piece
+from zharness.law_kit.owners import OWNERS
 from zharness.mesh import CONTEXT, DEFAULT_MESH, EXPERT, REPLICATE, TENSOR, Mesh
+from zharness.mutants import seams_engines
 from zharness.mutants.around import Around
 from zharness.mutants.mesh import REP2, OverMesh, on_mesh
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
 from zharness.parity import Part
 
-OWNERS = "this is the number of ranks that own the element by layout()"
+ALONG_COPIES = "this is the number of ranks along dp_replicate that own the element by layout()"
 
 
 def on_owners(mesh: str, model: str, cause: str) -> Target:
@@ -34,6 +37,16 @@ class CopiesWeightsToAllRanks(OverMesh):
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         copies = Mesh.parse(f"rep{dist.get_world_size()}")
         super().__init__(model, replace(config, mesh=copies) if config.mesh.size(REPLICATE) > 1 else config)
+
+
+@mutant(FaultKind.SHARDS, on_mesh("mesh.replicas", Part.GATHER, mesh=REP2, cause=ALONG_COPIES), origin=Origin.MESH)
+class ShardsAlongTheAxisOfCopies(OverMesh):
+    """The ranks of dp_replicate have the shards and those of dp_shard the copies, as with a transposed DeviceMesh."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        has_copies = config.mesh.axes == (REPLICATE,)
+        with seams_engines.transposed_device_mesh() if has_copies else nullcontext():
+            super().__init__(model, config)
 
 
 @mutant(

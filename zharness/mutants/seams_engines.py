@@ -9,18 +9,23 @@ import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from zharness.engines import Piece
+from zharness.engines import Piece, fsdp2
 from zharness.engines.deepspeed import DeepSpeedEngine
 from zharness.engines.deepspeed_pp import DeepSpeedPipelineEngine
 from zharness.engines.reference import ReferenceEngine
 from zharness.engines.torch_engine import TorchEngine
 from zharness.engines.torch_pp import PipelineEngine
 from zharness.reference.client.meta_init import DeferredModule, find_deferred_modules
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from zharness.mesh import Mesh
 
 SEQUENCE_STATE = "deepspeed.runtime.sequence_parallel.parallel_state_sp"
 SyncParamGroups: TypeAlias = Callable[[list[dict[str, Any]], list[dict[str, Any]]], None]
@@ -154,6 +159,23 @@ def fsdp2_reset_reduced(drop_gradients: Callable[[], None]) -> Callable[[], None
 def fsdp2_sync(engine: TorchEngine) -> Any:
     """Return the object that enables and disables FSDP2's gradient reduction."""
     return engine._adapter.no_sync.__self__  # type: ignore[attr-defined]
+
+
+@contextmanager
+def transposed_device_mesh() -> Iterator[None]:
+    """Let FSDP2 build a DeviceMesh of two axes in column-major order of the ranks, inside the block."""
+    right = fsdp2.build_device_mesh  # type: ignore[attr-defined]
+
+    def build(mesh: Mesh, device: torch.device) -> DeviceMesh:
+        devices = right(mesh, device)
+        turned = devices.mesh.mT.reshape(devices.mesh.shape)
+        return type(devices)(devices.device_type, turned, mesh_dim_names=devices.mesh_dim_names)
+
+    fsdp2.build_device_mesh = build  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        fsdp2.build_device_mesh = right  # type: ignore[attr-defined]
 
 
 def has_unreduced(sync: Any) -> bool:
