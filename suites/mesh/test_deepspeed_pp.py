@@ -49,6 +49,8 @@ CELLS = {
     "pipeline.unequal_micro_batches[deepspeed_pp{dynamic_shape}-zero0-w2.pp2-fp32-skips-1f1b]": Verdict.PASS,
     "pipeline.unequal_micro_batches[deepspeed_pp{dynamic_shape}-zero1-w4.pp2-fp32-tied_ends-after_equal]": Verdict.PASS,
     "pipeline.unequal_micro_batches[deepspeed_pp{dynamic_shape}-zero1-w4.pp4-fp32-odd_chain-1f1b]": Verdict.PASS,
+    "pipeline.unequal_micro_batches[deepspeed_pp-zero1-w4.pp2-fp32-odd_chain-large_first]": Verdict.PASS,
+    "pipeline.unequal_micro_batches[deepspeed_pp-zero0-w2.pp2-fp32-skips-small_first_dualpipev]": Verdict.PASS,
 }
 PP2 = Mesh.parse("pp2")
 

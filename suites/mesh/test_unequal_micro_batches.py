@@ -45,6 +45,6 @@ def test_data_coordinates_have_other_sizes_in_one_batch() -> None:
 
 def test_each_variant_has_sizes_that_grow_and_that_shrink() -> None:
     for batches in BATCHES.values():
-        sizes = [own for batch in batches for own in batch[0]]
+        sizes = [own for batch in batches.sizes for own in batch[0]]
         steps = {after > before for before, after in pairwise(sizes) if after != before}
         assert steps == {True, False}

@@ -15,6 +15,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -258,6 +259,7 @@ class DeepSpeedPipelineEngine(WithoutForward):
         self._global_state = DeepSpeedGlobalState(autocast=False)
         self._loss: Loss | None = None
         self._losses: list[Tensor] = []
+        self._shape = torch.Size()  # of the inputs of the batch before
         with ExitStack() as undo:
             undo.callback(self._global_state.restore)
             module = self._build_module(deepspeed, config)
@@ -325,6 +327,10 @@ class DeepSpeedPipelineEngine(WithoutForward):
         sizes = [len(inputs) for inputs, _ in micro_batches]
         if len(set(sizes)) != 1 and not self._has_dynamic_shape:
             raise UsageError(f"got micro-batches of {sizes} samples; expected as many each, or {DYNAMIC_SHAPE}")
+        shape = micro_batches[0][0].shape
+        if shape != self._shape and not self._has_dynamic_shape:
+            self._engine.reset_activation_shape()
+        self._shape = shape
         self._loss, self._losses = loss, []
         self._engine.set_train_batch_size(self._micro_batch_size * len(micro_batches) * self._data_parallel)
         self._engine.train_batch(iter(micro_batches))

@@ -249,9 +249,10 @@ def collect_owners(params: Mapping[str, Tensor], names: Sequence[str]) -> dict[s
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule of torch, and the number of micro-batches and the loss for which it was built."""
+    """A schedule of torch, and the number of micro-batches, the shape of their inputs and the loss it was built for."""
 
     micro_batches: int
+    shape: torch.Size
     loss: Loss
     schedule: Any
 
@@ -301,7 +302,7 @@ class PipelineEngine(WithoutForward):
         of several sizes.
         """
         refuse_unequal_sizes(micro_batches)
-        schedule = self._find_schedule(len(micro_batches), loss)
+        schedule = self._find_schedule(len(micro_batches), micro_batches[0][0].shape, loss)
         losses: list[Tensor] = []
         inputs = (torch.cat([inputs for inputs, _ in micro_batches]),) if self._first else ()
         target = torch.cat([target for _, target in micro_batches])
@@ -312,15 +313,16 @@ class PipelineEngine(WithoutForward):
         dist.all_gather_object(found, [snapshot(value) for value in losses], group=self._group)
         return tuple(value for values in found for value in values)
 
-    def _find_schedule(self, micro_batches: int, loss: Loss) -> Any:
-        """Return the schedule of torch for a number of micro-batches and a loss, which it is built for.
+    def _find_schedule(self, micro_batches: int, shape: torch.Size, loss: Loss) -> Any:
+        """Return the schedule of torch for a number of micro-batches, a shape of inputs and a loss, as it is built for.
 
-        Stages are built with it, because they keep buffers for the micro-batches of one schedule.
+        Stages are built with it, because they keep buffers for the micro-batches of one schedule, in the shapes of the
+        first batch: gloo aborts a rank that receives larger ones, and smaller ones leave old rows in them.
         """
         from torch.distributed import pipelining
 
         for known in self._schedules:
-            if (known.micro_batches, known.loss) == (micro_batches, loss):
+            if (known.micro_batches, known.shape, known.loss) == (micro_batches, shape, loss):
                 return known.schedule
         device = next(self.module.parameters()).device
         stages = [
@@ -333,7 +335,7 @@ class PipelineEngine(WithoutForward):
             name = self._schedule_class.__name__
             found = f"{micro_batches} micro-batches for {self._total} stages of {name}"
             raise UsageError(f"got {found}: {error}") from error
-        self._schedules.append(Schedule(micro_batches, loss, schedule))
+        self._schedules.append(Schedule(micro_batches, shape, loss, schedule))
         return schedule
 
     def step(self) -> None:

@@ -1,8 +1,12 @@
-"""Define the law pipeline.unequal_micro_batches: micro-batches of one batch that have several numbers of samples."""
+"""Define the law pipeline.unequal_micro_batches: micro-batches that have several numbers of samples.
+
+They have them within one batch, or each batch has another number.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -46,16 +50,39 @@ def begin_with(first: int) -> Sizes:
     return (*UNEQUAL[first:], *UNEQUAL[:first])
 
 
-AFTER_EQUAL = "after_equal"
-BATCHES: Mapping[str, Sequence[Sizes]] = {
-    **dict.fromkeys(SCHEDULES, tuple(map(begin_with, range(len(UNEQUAL))))),
-    AFTER_EQUAL: (EQUAL, begin_with(0), EQUAL),
+def alternate(*samples: int) -> Sequence[Sizes]:
+    """Return batches whose micro-batches all have the first number of ``samples``, the second one, and the first.
+
+    The next data coordinate begins with the second number.
+    """
+    first, second = ((number,) * MICRO_BATCHES for number in samples)
+    return ((first, second), (second, first), (first, second))
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The batches that a variant runs, and its schedule; '' is the engine's default."""
+
+    sizes: Sequence[Sizes]
+    schedule: str = ""
+
+    @property
+    def features(self) -> tuple[Feature, ...]:
+        """What an engine has to claim: micro-batches of several sizes, if a batch has them."""
+        has_unequal = any(len(set(own)) > 1 for sizes in self.sizes for own in sizes)
+        return (Feature.UNEQUAL_MICRO_BATCHES,) if has_unequal else ()
+
+
+WITHIN_A_BATCH: Sequence[Sizes] = tuple(map(begin_with, range(len(UNEQUAL))))
+LARGE_FIRST, SMALL_FIRST = alternate(SAMPLES, SAMPLES // 2), alternate(SAMPLES // 2, SAMPLES)
+BATCHES: Mapping[str, Batches] = {
+    **{schedule: Batches(WITHIN_A_BATCH, schedule) for schedule in SCHEDULES},
+    "after_equal": Batches((EQUAL, begin_with(0), EQUAL)),
+    "large_first": Batches(LARGE_FIRST),
+    "small_first": Batches(SMALL_FIRST),
+    **{f"large_first_{schedule}": Batches(LARGE_FIRST, schedule) for schedule in ("1f1b", "dualpipev")},
+    "small_first_dualpipev": Batches(SMALL_FIRST, "dualpipev"),
 }
-
-
-def get_schedule(variant: str) -> str:
-    """Return the schedule of a variant; '' is the engine's default."""
-    return "" if variant == AFTER_EQUAL else variant
 
 
 def cut_batches(batches: Sequence[Batch], sizes: Sizes, data_coordinate: int) -> list[Batch]:
@@ -76,9 +103,9 @@ def number_micro_batches(batch: int) -> range:
 
 def observe_unequal_micro_batches(ctx: RankContext) -> None:
     """Run batches of several sizes of micro-batches, each with a step, and record losses, gradients and weights."""
-    engine = ctx.build_engine(optimizer=BIAS_SIGNS, options=select_schedule(get_schedule(ctx.variant)))
+    engine = ctx.build_engine(optimizer=BIAS_SIGNS, options=select_schedule(BATCHES[ctx.variant].schedule))
     ctx.record_training_state(engine, 0)
-    for number, sizes in enumerate(BATCHES[ctx.variant]):
+    for number, sizes in enumerate(BATCHES[ctx.variant].sizes):
         batches = cut_batches(list(map(ctx.batch, number_micro_batches(number))), sizes, ctx.data_coordinate)
         ctx.record("losses", train_micro_batches(engine, batches, ctx.spec.loss), number)
         ctx.record("grads", engine.full_grads(), number)
@@ -93,7 +120,7 @@ def judge_unequal_micro_batches(ctx: JudgeContext) -> Iterator[Comparison]:
 
     A batch has the mean gradient of its micro-batches, whatever their sizes: each loss is a mean over its own samples.
     """
-    for number, sizes in enumerate(BATCHES[ctx.variant]):
+    for number, sizes in enumerate(BATCHES[ctx.variant].sizes):
         weights = ctx.rank_records("params", number)[0]
         columns = [list_batches(ctx, number, sizes, at) for at in range(ctx.data_size)]
         micros = [[run_plain(ctx, batch, weights) for batch in row] for row in zip(*columns, strict=True)]
@@ -134,14 +161,13 @@ def certify_batch(ctx: JudgeContext, batches: Sequence[Batch], weights: Mapping[
 LAWS = (
     pipeline_law(
         "unequal_micro_batches",
-        "a batch of micro-batches of several sizes has plain PyTorch's losses, the mean of their gradients, and a step",
+        "micro-batches of several sizes, in one batch or two, have plain PyTorch's losses, mean gradient and step",
         observe_unequal_micro_batches,
         judge_unequal_micro_batches,
         tuple(
-            Variant(name, schedules=require_schedule(get_schedule(name)), micro_batches=MICRO_BATCHES)
-            for name in BATCHES
+            Variant(name, run.features, schedules=require_schedule(run.schedule), micro_batches=MICRO_BATCHES)
+            for name, run in BATCHES.items()
         ),
-        Feature.UNEQUAL_MICRO_BATCHES,
         models=(*MODELS, MASKED_MODEL, ODD_MODEL),
         kept_because="the only law of a pipeline whose stages exchange tensors of several shapes",
     ),

@@ -1,6 +1,7 @@
 """Define mutants of a pipeline that are right for micro-batches of one size, and wrong for those of several sizes.
 
-torch's schedules refuse several sizes, so that the engine around which these are built runs each micro-batch alone.
+torch's schedules refuse several sizes in a batch, so that the engine around which most of these are built runs each
+micro-batch alone.
 """
 
 from __future__ import annotations
@@ -157,3 +158,27 @@ class ReadsTheEndOfALargerBuffer(RunsEachAlone):
             self.buffer = torch.zeros_like(grad)
         self.buffer[: len(grad)] = grad
         return self.buffer[-len(grad) :].clone()
+
+
+@mutant(
+    FaultKind.STALE,
+    on_unequal(Part.FORWARD, "chain", "loss*", variant="large_first"),
+    on_unequal(Part.FORWARD, "odd_chain", "loss*", variant="small_first"),
+    on_unequal(Part.FORWARD, "skips", "loss*", variant="large_first_1f1b", world_size=4),
+    origin=Origin.MESH,
+)
+class KeepsTheSizesOfTheFirstBatch(OverPipeline):
+    """A micro-batch is received in the buffer of the first batch: it loses samples, or has old ones behind its own."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.buffers: list[list[Tensor]] = []
+
+    def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
+        if not self.buffers:
+            self.buffers = [[tensor.clone() for tensor in batch] for batch in micro_batches]
+        for buffers, batch in zip(self.buffers, micro_batches, strict=True):
+            for buffer, tensor in zip(buffers, batch, strict=True):
+                samples = min(len(buffer), len(tensor))
+                buffer[:samples] = tensor[:samples]
+        return super().train_batch([(inputs.clone(), target.clone()) for inputs, target in self.buffers], loss)
