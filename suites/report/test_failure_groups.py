@@ -85,3 +85,22 @@ def test_a_small_group_lists_every_cell_with_its_command() -> None:
     lines = render_failures(records).splitlines()
     assert lines[:2] == [f"CRASH {record.cell.id}" for record in reversed(records)]
     assert [line.strip() for line in lines[-2:]] == [f"again: {record.command}" for record in reversed(records)]
+
+
+def test_one_line_names_all_laws_or_models_that_did_not_run_for_one_reason() -> None:
+    laws = [f"pipeline.{name}" for name in "abcdefghi"]
+    records = [
+        *(refuse(f"{law} calls train_batch", law=law) for law in laws),
+        *(refuse(f"the model {model} has no plan", model=model) for model in ("conv", "conv", "fused")),
+        refuse("not claimed"),
+    ]
+    assert render_failures(records).split("\n\n") == [
+        "UNSUPPORTED 9 cells: pipeline.a (also pipeline.b, pipeline.c, pipeline.d, pipeline.e, pipeline.f, pipeline.g "
+        "and 2 more) calls train_batch",
+        "UNSUPPORTED 3 cells: the model conv (also fused) has no plan",
+        "UNSUPPORTED 1 cell: not claimed",
+    ]
+
+
+def refuse(reason: str, **cell: object) -> Record:
+    return replace(crashed(reason, **cell), verdict=Verdict.UNSUPPORTED)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from zharness.report.failure_groups import describe_extent, group_failures
 from zharness.report.heat_map import render_heat_map
@@ -15,6 +14,7 @@ EXPECTED_OUTCOMES = ("excused", "contract")
 # The cost of a cell is printed from this world size on: fewer ranks use less CPU time than the imports of their server.
 LARGE_WORLD = 16
 MAX_CAUSE_LENGTH = 400  # characters; the JSON line has the whole cause
+MAX_OTHER_NAMES = 6  # of laws or models that a reason names beside the first
 MAX_LISTED_CELLS = 4  # one for each stage; the JSON lines have every cell
 
 
@@ -91,9 +91,38 @@ def render_withheld(records: Sequence[Record]) -> list[str]:
 
 
 def render_unsupported(records: Sequence[Record]) -> list[str]:
-    """Render a line for each reason why cells were not run."""
-    counts = Counter(record.cause for record in records if record.verdict is Verdict.UNSUPPORTED)
-    return [f"UNSUPPORTED {count_cells(count)}: {reason}" for reason, count in counts.items()]
+    """Render a line for each reason why cells were not run; one line names all laws or models of one reason."""
+    unsupported = [record for record in records if record.verdict is Verdict.UNSUPPORTED]
+    groups = group_records(unsupported, split_reason)
+    return [
+        f"UNSUPPORTED {count_cells(len(group))}: "
+        + before
+        + name_several(dict.fromkeys(name_in_reason(record) for record in group))
+        + after
+        for (before, after), group in groups.items()
+    ]
+
+
+def split_reason(record: Record) -> tuple[str, str]:
+    """Return the reason why a cell did not run in two parts: before and behind the law or model that it begins with."""
+    name = name_in_reason(record)
+    before, _, after = record.cause.partition(name) if name else (record.cause, "", "")
+    return before, after
+
+
+def name_in_reason(record: Record) -> str:
+    """Return the law or the model with which the reason begins why a cell did not run, or an empty string."""
+    for prefix, name in (("", record.cell.law), ("the model ", record.cell.model)):
+        if record.cause.startswith(f"{prefix}{name} "):
+            return name
+    return ""
+
+
+def name_several(names: Collection[str]) -> str:
+    """Return the first of ``names``, with some others in parentheses if there are any."""
+    first, *others = names
+    more = f" and {len(others) - MAX_OTHER_NAMES} more" if len(others) > MAX_OTHER_NAMES else ""
+    return f"{first} (also {', '.join(others[:MAX_OTHER_NAMES])}{more})" if others else first
 
 
 def shorten_cause(cause: str) -> str:
