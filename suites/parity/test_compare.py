@@ -50,6 +50,16 @@ def test_a_number_that_is_not_finite_is_a_mismatch_under_any_bound(bad: float) -
     assert found.mismatch.index == (1,)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "wrong", "distance"),
+    [(torch.float32, 1.25, "2097152 ULP apart, "), (torch.float64, 1.25, ""), (torch.float32, math.nan, "")],
+)
+def test_a_distance_is_stated_only_if_a_reader_can_use_it(dtype: torch.dtype, wrong: float, distance: str) -> None:
+    found = compare_bitwise(PLACE, torch.ones(1, dtype=dtype), torch.tensor([wrong], dtype=dtype)).mismatch
+    assert found is not None
+    assert f"(bound 0, {distance}1 of 1 elements wrong)" in found.describe()
+
+
 def test_a_large_tensor_in_pieces_is_judged_as_it_is_whole() -> None:
     generator = torch.Generator().manual_seed(0)
     count = 2 * CHUNK_ELEMENTS + 3

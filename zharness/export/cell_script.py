@@ -142,7 +142,7 @@ JUDGE_EXPLANATION = (
     "Below are the law's own observer and judge, and the engine's adapter, with all that they use; the cell comes last."
 )
 UNJUDGED_MESH = "whose law a script without zharness cannot judge on a mesh"
-MISMATCH_PHRASE = "ULP apart"  # part of every Mismatch.describe()
+MISMATCH_PHRASE = "elements wrong)"  # part of every Mismatch.describe()
 
 
 def extract_signature(record: Record, is_judged: bool = False) -> str:

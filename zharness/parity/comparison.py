@@ -10,6 +10,8 @@ from torch import Tensor
 
 from zharness.engines.protocol import Piece
 
+MAX_STATED_ULPS = 2**32  # numbers of float32 are not further apart; those of float64, such as norms, easily are
+
 
 class Tier(Enum):
     """The tiers (ways to bound an error), the strictest first: bitwise equality, rounding bound, calibrated bound."""
@@ -86,9 +88,13 @@ class Mismatch:
         sentence = (
             f"step {self.step}, {self.part.value}: {element} ({where}; seen on rank {self.seen_on}) "
             f"expected {self.expected:.9g}, got {self.actual:.9g} "
-            f"(bound {self.bound:.3g}, {self.ulps} ULP apart, {self.wrong} of {self.total} elements wrong)"
+            f"(bound {self.bound:.3g}, {self._describe_distance()}{self.wrong} of {self.total} elements wrong)"
         )
         return f"{sentence}; {self.hint}" if self.hint else sentence
+
+    def _describe_distance(self) -> str:
+        """Return the distance in ULPs, or an empty string if one number is not finite or the ULPs are of float64."""
+        return f"{self.ulps} ULP apart, " if 0 <= self.ulps <= MAX_STATED_ULPS else ""
 
 
 @dataclass(frozen=True)
