@@ -1,4 +1,4 @@
-"""Generate the tables of docs/results.md and docs/mesh.md from records and reproductions, in place.
+"""Generate the tables of docs/results.md and docs/mesh-figures.md from records and reproductions, in place.
 
     python scripts/generate_tables.py --records two.jsonl torch.jsonl    laws on engines, and contracts
     python scripts/generate_tables.py --meshes tp2.jsonl rep2.jsonl      laws on engines, a table for each mesh
@@ -22,7 +22,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-RESULTS, MESH_PAGE = (Path(__file__).parents[1] / name for name in ("docs/results.md", "docs/mesh.md"))
+RESULTS, MESH_PAGE = (Path(__file__).parents[1] / name for name in ("docs/results.md", "docs/mesh-figures.md"))
 MATRIX = "every law on every engine"
 MESHES = "every law on every engine, on each mesh"
 FRAMEWORKS = "every law on accelerate, Trainer and Fabric"

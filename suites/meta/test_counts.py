@@ -31,12 +31,8 @@ COUNTED = re.compile(
     re.IGNORECASE,
 )
 HISTORICAL_PHRASES = (  # phrases with a number of a past run, or of a part
-    "on 2 ranks 1,175 cells of 124 laws, of which 935 pass",
     "runs 797 cells of 141 laws",
-    "288 cells of 86 laws run, 257 pass",
     "19 combinations run 20 laws or more",
-    "On 2 ranks 217 cells of 14 laws run",
-    "2,403 cells of 167 laws",
     "was permuted by five mutants",
     "record it 6 mutants",  # the number of a floor
     "27,917 cells all 280 mutants",
