@@ -121,6 +121,8 @@ WRONG: dict[str, tuple[str, ...]] = {
     "check --jsonl": ("option '--jsonl' requires an argument", "zharness check --help"),
     "export": ("no cell id was given", "training.grads["),
     "program --clip 1": ("--clip", "give a program"),
+    "releases deepspeed 0.18.8 --mesh tpp2": ("unknown axis of the mesh 'tpp'; did you mean 'pp' or 'tp'?",),
+    "compare fsdp2 fsdp2 --mesh 2": ("got '2' in the mesh '2'; expected an axis and its size, as in tp2",),
     "releases --list --clean": ("both --list and --clean", "expected one of them"),
     f"check '{CELL}' --engine ddp": ("got --engine beside the id of a cell", "leave the option out"),
     "check training.grads --changed main": ("--changed and --reach need each other",),

@@ -17,10 +17,13 @@ import zharness
 from zharness.cli import cli
 from zharness.cli.cell_options import CellOptions
 from zharness.errors import UsageError
+from zharness.mesh import DEFAULT_MESH
 from zharness.releases import index, overlay
 from zharness.releases.rank_environment import prepare_rank_environment
 from zharness.run import check_loop
 from zharness.run.pytest_cells import plan_marked_cells
+
+CELL_ON_MESH = "mesh.norm[deepspeed-zero1-w2.tp2-fp32-exact]"
 
 
 @pytest.fixture(autouse=True)
@@ -64,6 +67,21 @@ def invoke_cli(*arguments: str) -> Result:
         ("bisect deepspeed 12345678 --good 0.19.8 --bad 0.18.8", "unknown reproduction '12345678'"),
         ("compare deepspeed@nowhere deepspeed", "expected a source checkout"),
         ("compare deepspeed deepspeed --changed HEAD", "--changed and --reach need each other"),
+        (
+            "releases deepspeed 0.18.8 --mesh tp3",
+            "the mesh tp3 has 3 ranks or a multiple, which the world size 2 is not",
+        ),
+        ("releases deepspeed 0.18.8 0.19.8 --mesh pp2", "deepspeed==0.19.8 does not claim the axis pp of the mesh"),
+        ("releases deepspeed 0.16.4 0.17.0 --mesh tp2", "deepspeed==0.17.0 does not claim the axis tp .*: cp, ep$"),
+        ("releases deepspeed 0.18.8 --mesh ep2 --stage 3", "does not claim the axis ep"),
+        ("compare fsdp2 fsdp2 --mesh ep2", "fsdp2 does not claim the axis ep"),
+        ("compare deepspeed==0.18.8 deepspeed --mesh tp2 --check training.grads --model conv", "has no plan"),
+        ("bisect deepspeed mesh.norm --mesh tp2 --good 0.19.8 --bad 0.16.4", "deepspeed==0.16.4 does not claim .* tp"),
+        (
+            f"releases deepspeed 0.17.0 --check {CELL_ON_MESH}",
+            "deepspeed==0.17.0 does not claim the axis tp of the mesh",
+        ),
+        (f"compare deepspeed deepspeed --check {CELL_ON_MESH} --mesh tp2", "got --mesh beside the id of a cell"),
         ("repro --on deepspeed==0.18.8", "no reproduction was named"),
         ("repro 7352 --on fsdp2", "reproduction 7352 runs on deepspeed, not on fsdp2"),
     ],
@@ -81,7 +99,7 @@ def test_excuses_that_match_nothing_are_told_once(
     monkeypatch.setattr(
         check_loop, "run_request", lambda *_: check_loop.RunResult([], ["mine.toml:3: no cell meets the excuse"], [])
     )
-    axes = CellOptions((), (2,), ("fp32",), (), 60.0, "pooled", 1, None)
+    axes = CellOptions((), (2,), DEFAULT_MESH, ("fp32",), (), 60.0, "pooled", 1, None)
     with ExitStack() as stack:
         measure = axes.build_measure(stack)
         assert measure(axes.build_request(())) == measure(axes.build_request(())) == []

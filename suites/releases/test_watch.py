@@ -4,19 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from suites.run.test_covering import claims_of_registry
+from suites.warm import programs
 from zharness.cell import Cell
 from zharness.errors import UsageError
+from zharness.mesh import Mesh
 from zharness.releases import compare_releases, history, index, repros
 from zharness.releases.bisect import Outcome
+from zharness.releases.claimed_meshes import require_mesh_of_any
 from zharness.releases.prepared_release import PreparedRelease
 from zharness.run import Record, Request
 from zharness.run.changes import ChangeKind, classify_change
 from zharness.run.check_loop import RunResult
 from zharness.run.expected_failures import ExpectedFailure
+from zharness.run.plan import plan
 from zharness.run.record import Verdict
+from zharness.run.record_reader import load_records
 from zharness.run.verdicts import apply_expected_failure
 
 PASS, FAIL, CRASH, UNSUPPORTED, ERROR = (
@@ -102,6 +109,37 @@ def test_no_release_at_all_is_wrong_usage() -> None:
 
 def test_a_fault_of_the_harness_is_its_exit_code() -> None:
     assert Engine({"1": {CASE: ERROR}}).matrix("1") == 3
+
+
+@pytest.mark.parametrize(
+    ("patterns", "mesh"),
+    [(("mesh.norm",), Mesh.parse("tp2")), (("mesh.norm[deepspeed-zero1-w2.tp2-fp32-exact]",), Mesh())],
+    ids=["options", "a cell id"],
+)
+def test_cells_of_a_release_that_lacks_the_axis_are_unsupported(patterns: tuple[str, ...], mesh: Mesh) -> None:
+    releases = ["deepspeed==0.17.0", "deepspeed==0.19.8"]
+    request = require_mesh_of_any(releases, Request(patterns, stages=(1,), models=("exact",), mesh=mesh))
+    old, new = (plan(history.request_for_engine(request, release), claims_of_registry) for release in releases)
+    assert {planned.unsupported_reason for planned in old} == {
+        "deepspeed==0.17.0 does not claim the axis tp at stage 1"
+    }
+    assert not all(planned.unsupported_reason for planned in new)
+
+
+def test_a_mesh_is_compared_by_the_command_line(tmp_path: Path) -> None:
+    options = ("--mesh", "rep2", "--law", "mesh.norm", "--stage", "2", "--model", "exact", "--jsonl", "records.jsonl")
+    done = programs.run("-m", "zharness", "compare", "reference", "reference", *options, folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 cells compared, 0 only before, 0 only now: the change breaks 0" in done.stdout
+    assert {each.cell.mesh.label for each in load_records([tmp_path / "records.jsonl"]).records} == {"rep2"}
+
+
+def test_the_reason_is_printed_why_a_release_supports_no_cell(capsys: pytest.CaptureFixture[str]) -> None:
+    lacking = (UNSUPPORTED, "deepspeed==1 does not claim the axis tp at stage 1")
+    Engine({"1": {CASE: lacking, OTHER: lacking}, "2": {CASE: PASS, OTHER: UNSUPPORTED}}).matrix("1", "2")
+    out = capsys.readouterr().out
+    assert f"ALL UNSUPPORTED on 1: {lacking[1]}\n" in out
+    assert out.count("ALL UNSUPPORTED") == 1
 
 
 @pytest.mark.parametrize(

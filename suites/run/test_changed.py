@@ -15,6 +15,7 @@ from zharness.cell import Cell
 from zharness.cli.cell_options import CellOptions
 from zharness.engines import EngineOption
 from zharness.errors import UsageError
+from zharness.mesh import DEFAULT_MESH
 from zharness.run import changed_cells
 from zharness.run.candidate_cells import (
     ACCUMULATION,
@@ -255,7 +256,7 @@ def test_compare_runs_the_cells_of_a_covering_array_that_reach_a_change(
     monkeypatch.setattr(changed_cells, "find_changed_functions", lambda *_: {"f:a": "f:a"})
     monkeypatch.setattr(changed_cells, "find_unmeasured_files", lambda *_: [])
     monkeypatch.setattr(changed_cells, "read_changed_lines", lambda *_: "")
-    options = CellOptions((), (2,), ("fp32",), ("mlp",), 60.0, "pooled", 1, None)
+    options = CellOptions((), (2,), DEFAULT_MESH, ("fp32",), ("mlp",), 60.0, "pooled", 1, None)
     request = replace(options.build_change_request(("training.grads",)), engines=("fsdp2",))
     selected = select_changed_cells(request, claims_of_registry, ChangeSelection("HEAD", path))
     assert set(names) <= {planned.cell.id for planned in selected.cells}

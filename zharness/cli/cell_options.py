@@ -12,8 +12,19 @@ from typing import TYPE_CHECKING
 import click
 from click.core import ParameterSource
 
-from zharness.cli.options import OUTPUT, SECONDS, IntegerRange, NameChoice, parse_integer_option, parse_name_option
+from zharness.cell import is_cell_id
+from zharness.cli.options import (
+    OUTPUT,
+    SECONDS,
+    IntegerRange,
+    NameChoice,
+    add_mesh_option,
+    parse_integer_option,
+    parse_name_option,
+    refuse_axes_beside_cells,
+)
 from zharness.errors import UsageError
+from zharness.mesh import Mesh
 
 if TYPE_CHECKING:
     from zharness.releases.history import RunRequest
@@ -44,6 +55,7 @@ def add_cell_options(command: Callable[..., int]) -> Callable[..., int]:
             metavar="1,2,4",
             help="World sizes: the numbers of ranks on which each law runs.",
         ),
+        add_mesh_option(),
         click.option(
             "--dtype",
             "dtypes",
@@ -90,6 +102,7 @@ class CellOptions:
 
     stages: tuple[int, ...]
     world_sizes: tuple[int, ...]
+    mesh: Mesh
     dtypes: tuple[str, ...]
     models: tuple[str, ...]
     timeout: float
@@ -100,30 +113,33 @@ class CellOptions:
     def build_request(self, patterns: tuple[str, ...]) -> Request:
         """Build the request for the cells of an engine that is named later.
 
-        Raises UsageError for a law, stage, dtype or model that does not exist, before any release is fetched.
+        Raises UsageError for a law, stage, dtype or model that does not exist, for a mesh that does not fit, and for an
+        option beside ids of cells, before any release is fetched.
         """
         from zharness.cli.name_index import require_known_names
 
+        if patterns and all(map(is_cell_id, patterns)) and click.get_current_context(silent=True):
+            refuse_axes_beside_cells()
         require_known_names(laws=patterns, models=self.models, stages=self.stages, dtypes=self.dtypes)
         from zharness.run import Request
         from zharness.run.plan import validate_request
 
-        request = Request(patterns, (), self.stages, self.world_sizes, self.dtypes, self.models)
+        request = Request(patterns, (), self.stages, self.world_sizes, self.dtypes, self.models, mesh=self.mesh)
         validate_request(request)
         return request
 
     def build_change_request(self, patterns: tuple[str, ...]) -> Request:
         """Build the request for the cells of a record that reach a change, those of a covering array included.
 
-        World sizes and dtypes that the command line names limit the cells; without them, all of the record run. Raises
-        UsageError as ``build_request`` does.
+        A mesh has no covering array. World sizes and dtypes that the command line names limit the cells; without them,
+        all of the record run. Raises UsageError as ``build_request`` does.
         """
         from zharness.laws import DTYPES
         from zharness.run.plan import ARRAY_WORLD_SIZES
 
         return replace(
             self.build_request(patterns),
-            depth=2,
+            depth=1 if self.mesh.sizes else 2,
             array_world_sizes=self.world_sizes if is_on_command_line("world_sizes") else ARRAY_WORLD_SIZES,
             array_dtypes=self.dtypes if is_on_command_line("dtypes") else tuple(DTYPES),
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
-from click.core import ParameterSource
 
 from zharness.cell import is_cell_id
 from zharness.cli.options import (
@@ -16,18 +15,19 @@ from zharness.cli.options import (
     IntegerRange,
     NameChoice,
     OnceCommand,
+    add_mesh_option,
     parse_integer_option,
     parse_name_option,
+    refuse_axes_beside_cells,
     requested_device,
     require_commit_with_reach,
 )
 from zharness.cli.project_options import read_project_failures, require_depth_of_command_line
-from zharness.errors import UsageError
 from zharness.law_set import list_later_changes
+from zharness.mesh import Mesh
 from zharness.project_file import ProjectFile
 
 SECONDS_OF_A_CHANGE = 120.0  # what a pull request can wait for
-AXES_OF_A_CELL = ("engines", "stages", "world_sizes", "mesh", "dtypes", "models", "engine_variant")
 
 
 @click.command(cls=OnceCommand)
@@ -50,13 +50,7 @@ AXES_OF_A_CELL = ("engines", "stages", "world_sizes", "mesh", "dtypes", "models"
     show_default="2, at depth 2 also 1, 3 and 4; under torchrun, the number of ranks that it started",
     help="World sizes: the numbers of ranks on which each law runs.",
 )
-@click.option(
-    "--mesh",
-    default="",
-    metavar="tp2,...",
-    help="Axes of parallelism beside data parallelism, with their sizes (`zharness docs mesh`); the rest of the world "
-    "is data parallel.",
-)
+@add_mesh_option()
 @click.option(
     "--dtype",
     "dtypes",
@@ -176,7 +170,7 @@ def check(
     engines: tuple[str, ...],
     stages: tuple[int, ...],
     world_sizes: tuple[int, ...],
-    mesh: str,
+    mesh: Mesh,
     dtypes: tuple[str, ...],
     models: tuple[str, ...],
     engine_variant: str,
@@ -213,7 +207,7 @@ def check(
         from zharness.run.files import require_writable
 
         require_writable(reach_output)
-    require_depth_of_command_line(project, depth or 1, {"--mesh": mesh, "--variant": engine_variant})
+    require_depth_of_command_line(project, depth or 1, {"--mesh": mesh.label, "--variant": engine_variant})
     if law_set is not None:
         list_later_changes(law_set)  # an unknown version raises UsageError
     if patterns and all(map(is_cell_id, patterns)):
@@ -221,7 +215,6 @@ def check(
     require_known_names(engine_names=engines, laws=patterns, models=models, stages=stages, dtypes=dtypes)
     from zharness.device import choose_backend, choose_job_count, require_usable_gpus, share_gpu_memory
     from zharness.laws import DTYPES
-    from zharness.mesh import Mesh
     from zharness.releases.rank_environment import prepare_rank_environment
     from zharness.report.outputs import Outputs
     from zharness.run import Request
@@ -243,10 +236,10 @@ def check(
         dtypes or ("fp32",),
         models,
         engine_variant,
-        depth or (1 if patterns or engine_variant or mesh else 2),
+        depth or (1 if patterns or engine_variant or mesh.sizes else 2),
         sizes if world_sizes or detect_launch() else ARRAY_WORLD_SIZES,
         dtypes or tuple(DTYPES),
-        Mesh.parse(mesh),
+        mesh,
         law_set or "",
     )
     withheld = WithheldPolicy.TRY if probe_withheld else WithheldPolicy.SKIP
@@ -266,15 +259,3 @@ def check(
         )
         with share_gpu_memory((largest + 1) * jobs):
             return run_check(request, options, Outputs(jsonl, html, junitxml), prepare_rank_environment)
-
-
-def refuse_axes_beside_cells() -> None:
-    """Raise UsageError for an option of the command line that cell ids name themselves, and that would do nothing."""
-    context = click.get_current_context()
-    for parameter in context.command.params:
-        is_given = context.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE
-        if parameter.name in AXES_OF_A_CELL and is_given:
-            raise UsageError(
-                f"got {parameter.opts[0]} beside the id of a cell, which names engine, stage, ranks, dtype and model "
-                "itself; leave the option out, or change the id"
-            )

@@ -70,15 +70,18 @@ def compare(
     \b
     zharness compare deepspeed@base deepspeed@change --expected-failures ci/expected_failures.toml
     zharness compare deepspeed@base deepspeed@change --changed HEAD^1 --reach reach.jsonl
+    zharness compare deepspeed@base deepspeed@change --mesh tp2 --world-size 4
     """
     require_commit_with_reach(commit, reach_file)
     from zharness.releases import compare_releases
+    from zharness.releases.claimed_meshes import require_mesh_of_any
     from zharness.releases.rank_environment import prepare_rank_environment
     from zharness.run.changed_cells import ChangeSelection
     from zharness.run.user_failures import read_expected_failures
 
     cell_options, user_failures = CellOptions(**options), read_expected_failures(expected_failures)
     request = (cell_options.build_change_request if commit else cell_options.build_request)(checks)
+    request = require_mesh_of_any((base, change), request)
     for engine in (base, change):
         prepare_rank_environment(engine)  # raises before the other side has run for a minute
     changes = ChangeSelection(commit, reach_file) if commit is not None and reach_file is not None else None

@@ -6,9 +6,18 @@ from pathlib import Path
 
 import click
 
-from zharness.cli.options import LAW_SET_HELP, OUTPUT, SECONDS, IntegerRange, OnceCommand, parse_integer_option
+from zharness.cli.options import (
+    LAW_SET_HELP,
+    OUTPUT,
+    SECONDS,
+    IntegerRange,
+    OnceCommand,
+    add_mesh_option,
+    parse_integer_option,
+)
 from zharness.cli.project_options import read_project_failures
 from zharness.law_set import list_later_changes
+from zharness.mesh import Mesh
 from zharness.project_file import ProjectFile
 
 
@@ -39,12 +48,7 @@ from zharness.project_file import ProjectFile
 @click.option(
     "--world-size", type=IntegerRange(1), default=2, show_default=True, help="Number of ranks that train the model."
 )
-@click.option(
-    "--mesh",
-    default="",
-    metavar="tp2",
-    help="Axes of parallelism beside data parallelism; tp splits a model by the plan that transformers ships with it.",
-)
+@add_mesh_option("tp splits a model by the plan that transformers ships with it")
 @click.option(
     "--dtype",
     default="",
@@ -106,7 +110,7 @@ def model(
     engines: tuple[str, ...],
     stages: tuple[int, ...],
     world_size: int,
-    mesh: str,
+    mesh: Mesh,
     dtype: str,
     steps: int,
     only: tuple[str, ...],
@@ -136,7 +140,6 @@ def model(
         list_later_changes(law_set)  # an unknown version raises UsageError
     require_known_names(engine_names=engines, stages=stages, dtypes=[dtype] if dtype else [])
     from zharness.errors import UsageError
-    from zharness.mesh import Mesh
     from zharness.parity.baseline_cache import use_cache
     from zharness.releases.rank_environment import prepare_rank_environment
     from zharness.report.model_outputs import ModelOutputs
@@ -161,7 +164,7 @@ def model(
         steps,
         only,
         ignore_memory_limit,
-        Mesh.parse(mesh),
+        mesh,
         law_set or "",
     )
     for request in matrix.expand():

@@ -9,12 +9,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from zharness.cell import parse_integers
 from zharness.environment import DEVICE_VARIABLE, look_for_gpus_by_nvml, set_variables
 from zharness.errors import UsageError, find_close_names
+from zharness.mesh import Mesh
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+
+AXES_OF_A_CELL = ("engines", "stages", "world_sizes", "mesh", "dtypes", "models", "engine_variant")
 
 LAW_SET_HELP = (
     "Version of the law set: leave out what later versions brought or made stricter (`zharness laws versions`)."
@@ -114,11 +118,44 @@ def parse_name_option(_context: click.Context, _parameter: click.Parameter, valu
     return () if value is None else tuple(dict.fromkeys(part.strip() for part in value.split(",")))
 
 
+def parse_mesh_option(_context: click.Context, _parameter: click.Parameter, value: str) -> Mesh:
+    """Parse ``tp2,rep2`` as a mesh. Raises click.BadParameter for text that is none."""
+    try:
+        return Mesh.parse(value)
+    except UsageError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+def add_mesh_option(explanation: str = "the rest of the world is data parallel") -> Callable[[Command], Command]:
+    """Return a decorator that adds the option --mesh, whose help ends with ``explanation``."""
+    return click.option(
+        "--mesh",
+        callback=parse_mesh_option,
+        default="",
+        metavar="tp2,...",
+        help="Axes of parallelism beside data parallelism, with their sizes (`zharness docs mesh`); "
+        + explanation
+        + ".",
+    )
+
+
 def add_law_option(*, cell_ids: bool) -> Callable[[Command], Command]:
     """Return a decorator that adds the option --law, which may be the id of a cell too if ``cell_ids`` says so."""
     kinds = "a law, a group, a glob or a cell id" if cell_ids else "a law, a group or a glob"
     help_text = f"Law to run: {kinds}; by default all laws. May be repeated."
     return click.option("--law", "--check", "checks", multiple=True, help=help_text)
+
+
+def refuse_axes_beside_cells() -> None:
+    """Raise UsageError for an option of the command line that cell ids name themselves, and that would do nothing."""
+    context = click.get_current_context()
+    for parameter in context.command.params:
+        is_given = context.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE
+        if parameter.name in AXES_OF_A_CELL and is_given:
+            raise UsageError(
+                f"got {parameter.opts[0]} beside the id of a cell, which names engine, stage, ranks, dtype and model "
+                "itself; leave the option out, or change the id"
+            )
 
 
 def require_commit_with_reach(commit: str | None, reach_file: Path | None) -> None:

@@ -136,14 +136,18 @@ def releases(
     zharness releases deepspeed 0.16.4 0.18.8 0.19.8 --law 'torch_func.*'
     zharness releases deepspeed 0.19.8 @../DeepSpeed
     zharness releases deepspeed --newest --compare-to RECORDED.jsonl
+    zharness releases deepspeed 0.18.8 0.19.8 --mesh tp2 --world-size 4
     zharness releases --list
     zharness releases --clean deepspeed==0.18.8
+
+    Cells are unsupported on a release that does not claim an axis of the mesh, unless no release claims it.
 
     A broken law does not change the exit code. Exit codes: 0 the cells were run, 1 something changed since the records
     of --compare-to, 2 no release could be run or the records have none of the cells, 3 a release could not be run or
     removed, or the harness itself failed.
     """
     from zharness.releases import cache_entries, cache_table, compare_releases
+    from zharness.releases.claimed_meshes import require_mesh_of_any
     from zharness.run.record_reader import load_records
 
     named = tuple(text for text in (engine, *versions) if text)
@@ -163,6 +167,7 @@ def releases(
     cell_options = CellOptions(**options)
     request = cell_options.build_request(checks)
     release_names = compare_releases.spell_releases(engine, versions, newest)
+    request = require_mesh_of_any(release_names, request)
     recorded = load_records([compare_to]) if compare_to else None
     if recorded is not None and recorded.skipped_lines:
         click.echo(recorded.describe_skipped(), err=True)
@@ -188,11 +193,13 @@ def bisect(engine: str, check: str, good: str, bad: str, **options: Any) -> int:
     \b
     zharness bisect deepspeed 7913 --good 0.19.8 --bad 0.18.8
     zharness bisect deepspeed torch_func.grad --stage 1 --good 0.19.8 --bad 0.18.8
+    zharness bisect deepspeed mesh --stage 1 --mesh tp2 --good 0.19.8 --bad 0.19.4
     """
     from zharness.cli.name_index import require_known_names
 
     require_known_names(engine_names=[engine])
     from zharness.releases import compare_releases, repros
+    from zharness.releases.claimed_meshes import require_mesh_of_any
 
     cell_options = CellOptions(**options)
     if repros.is_repro_id(check):
@@ -202,5 +209,7 @@ def bisect(engine: str, check: str, good: str, bad: str, **options: Any) -> int:
         )
     with ExitStack() as stack:
         request, measure = cell_options.build_request((check,)), cell_options.build_measure(stack)
+        for release in (good, bad):
+            request = require_mesh_of_any((f"{engine}=={release}",), request)
         trial = compare_releases.make_cell_trial(engine, request, measure)
         return compare_releases.run_bisect(engine, good, bad, trial)

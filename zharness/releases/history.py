@@ -103,7 +103,7 @@ def describe_overlap(before: Mapping[Cell, Record], after: Mapping[Cell, Record]
         raise UsageError(
             f"nothing was compared: the {len(before)} cells of the earlier run and the {len(after)} of this run "
             "have none in common; "
-            "pass the same laws, stages, world sizes, dtypes and models as in the earlier run"
+            "pass the same laws, stages, world sizes, meshes, dtypes and models as in the earlier run"
         )
     return f"{both} cells compared, {len(before) - both} only before, {len(after) - both} only now"
 

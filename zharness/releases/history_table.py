@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from tabulate import tabulate
@@ -9,12 +10,13 @@ from tabulate import tabulate
 from zharness.cell import Cell
 from zharness.releases.history import Flip, ReleaseRecords, find_flips, list_cells
 from zharness.run.changes import Change, ChangeKind, LawStatus, failure_signature, law_status
+from zharness.run.record import Verdict
 
 MAX_CAUSE_LENGTH = 300  # characters printed of a cause; the JSON line contains the whole cause
 
 
 def render_overview(columns: Sequence[ReleaseRecords]) -> str:
-    """Return the table of verdicts (cells x releases), the releases that were not run, and each flip.
+    """Return the table of verdicts (cells x releases), the releases on which no cell was run, and each flip.
 
     A flip is a change of a cell between two consecutive releases: its law holds on one and is broken on the other.
     """
@@ -23,6 +25,7 @@ def render_overview(columns: Sequence[ReleaseRecords]) -> str:
     parts = [
         render_cell_table(judged),
         *map(describe_unrun, columns),
+        *map(describe_unsupported, judged),
         *map(describe_flips, group_flips(flips)),
         render_flip_count(judged, flips),
     ]
@@ -51,6 +54,14 @@ def describe_cells(same_cells: Sequence[Cell]) -> str:
 def describe_unrun(column: ReleaseRecords) -> str:
     """Return the reason why a release was not run, or the empty string if it was run."""
     return f"NOT RUN {column.engine}: {column.failure_reason}" if column.failure_reason else ""
+
+
+def describe_unsupported(column: ReleaseRecords) -> str:
+    """Return the reason of most cells of a release that supports none of them, or the empty string if it does."""
+    if any(record.verdict is not Verdict.UNSUPPORTED for record in column.records.values()):
+        return ""
+    reasons = Counter(record.cause for record in column.records.values()).most_common(1)
+    return "\n".join(f"ALL UNSUPPORTED on {column.release}: {reason}" for reason, _ in reasons)
 
 
 def group_flips(flips: Iterable[Flip]) -> list[list[Flip]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from enum import Enum
 from functools import cache
 
 from zharness.cell import Cell
@@ -17,6 +18,13 @@ from zharness.workload.model_lookup import explain_uneven_parts
 from zharness.workload.user_model import is_user_model
 
 NAMED_AXES = tuple(axis for axis in (*AXES, EXPERT) if axis != DATA_SHARD)
+
+
+class UnclaimedAxes(Enum):
+    """What a plan does with a mesh that has axes which the engine does not claim."""
+
+    REFUSED = "refused"
+    UNSUPPORTED = "unsupported"  # the cells are, each with its reason: another release may claim them
 
 
 def needs_mesh(law: Law) -> bool:
@@ -181,14 +189,18 @@ def explain_unclaimed_plan(cell: Cell, capabilities: Capabilities) -> str:
     return ""
 
 
-def explain_unclaimed_mesh(engine: str, mesh: Mesh, world_size: int, capabilities: Capabilities) -> str:
-    """Return the reason why ``engine`` does not claim ``mesh`` on ``world_size`` ranks, or '' if it does."""
+def explain_unclaimed_axes(engine: str, mesh: Mesh, capabilities: Capabilities) -> str:
+    """Return the reason why ``engine`` does not claim the axes of ``mesh``, or '' if it does."""
     unclaimed = [axis for axis in mesh.axes if axis not in capabilities.mesh_axes]
     if unclaimed:
         claimed = ", ".join(sorted(capabilities.mesh_axes)) or "none"
         return f"{engine} does not claim the axis {unclaimed[0]} of the mesh; axes that it claims: {claimed}"
-    if reason := capabilities.explain_axes(mesh):
-        return f"{engine} {reason}"
+    reason = capabilities.explain_axes(mesh)
+    return f"{engine} {reason}" if reason else ""
+
+
+def explain_unclaimed_ranks(engine: str, mesh: Mesh, world_size: int, capabilities: Capabilities) -> str:
+    """Return the reason why ``engine`` does not claim ``mesh`` on ``world_size`` ranks, whose axes it claims, or ''."""
     form_laws = (law for law in find_laws(()) if law.form is capabilities.form)
     if not mesh.sizes and capabilities.mesh_axes and all(map(needs_mesh, form_laws)):
         example = f"--mesh {min(capabilities.mesh_axes)}2"
@@ -205,21 +217,42 @@ def explain_unclaimed_mesh(engine: str, mesh: Mesh, world_size: int, capabilitie
     )
 
 
-def require_mesh(engine: str, mesh: Mesh, world_sizes: Sequence[int], capabilities: Capabilities) -> None:
+def explain_unclaimed_mesh(engine: str, mesh: Mesh, world_size: int, capabilities: Capabilities) -> str:
+    """Return the reason why ``engine`` does not claim ``mesh`` on ``world_size`` ranks, or '' if it does."""
+    return explain_unclaimed_axes(engine, mesh, capabilities) or explain_unclaimed_ranks(
+        engine, mesh, world_size, capabilities
+    )
+
+
+def require_mesh(
+    engine: str,
+    mesh: Mesh,
+    world_sizes: Sequence[int],
+    capabilities: Capabilities,
+    unclaimed: UnclaimedAxes = UnclaimedAxes.REFUSED,
+) -> None:
     """Raise UsageError if ``engine`` does not claim ``mesh``, or claims it with other world sizes only."""
+    if reason := explain_unclaimed_axes(engine, mesh, capabilities):
+        if unclaimed is UnclaimedAxes.UNSUPPORTED:
+            return
+        raise UsageError(reason)
     for world_size in world_sizes:
-        if reason := explain_unclaimed_mesh(engine, mesh, world_size, capabilities):
+        if reason := explain_unclaimed_ranks(engine, mesh, world_size, capabilities):
             raise UsageError(reason)
 
 
 def require_mesh_at_some_stage(
-    engine: str, mesh: Mesh, world_sizes: Sequence[int], claims: Iterable[Capabilities]
+    engine: str,
+    mesh: Mesh,
+    world_sizes: Sequence[int],
+    claims: Iterable[Capabilities],
+    unclaimed: UnclaimedAxes = UnclaimedAxes.REFUSED,
 ) -> None:
     """Raise UsageError if ``engine`` can have ``mesh`` at none of the stages that have these ``claims``."""
     errors = []
     for capabilities in claims:
         try:
-            return require_mesh(engine, mesh, world_sizes, capabilities)
+            return require_mesh(engine, mesh, world_sizes, capabilities, unclaimed)
         except UsageError as error:
             errors.append(error)
     raise errors[0]

@@ -26,6 +26,7 @@ from zharness.run.configuration import cell_setting, is_config_file, load_config
 from zharness.run.covering import Axes, Covering, Depth, cover_pairs
 from zharness.run.law_variants import leave_out, list_covered_laws, select_models
 from zharness.run.mesh_claims import (
+    UnclaimedAxes,
     applies_to_model,
     needs_mesh,
     require_any_plan,
@@ -51,6 +52,7 @@ class Request:
     world sizes and dtypes (``zharness.run.covering``); ``array_world_sizes`` and ``array_dtypes`` are the values that
     they take. ``mesh`` has the axes of parallelism beside data parallelism, and applies to all cells. ``law_set`` is
     the version of the law set whose law variants run; it does not limit cells that are named by their ids.
+    ``unclaimed_axes`` says whether an engine that does not claim an axis of the mesh is refused.
     """
 
     patterns: tuple[str, ...] = ()
@@ -65,6 +67,7 @@ class Request:
     array_dtypes: tuple[str, ...] = ()
     mesh: Mesh = DEFAULT_MESH
     law_set: str = ""
+    unclaimed_axes: UnclaimedAxes = UnclaimedAxes.REFUSED
 
 
 def choose_patterns(laws: tuple[str, ...], checks: tuple[str, ...]) -> tuple[str, ...]:
@@ -106,7 +109,8 @@ def plan_with_coverage(request: Request, claims: ClaimsLookup) -> Plan:
     validate_request(request)
     ids = [pattern for pattern in request.patterns if is_cell_id(pattern)]
     globs = tuple(pattern for pattern in request.patterns if not is_cell_id(pattern))
-    cells, coverings = [plan_named_cell(Cell.parse(text), claims) for text in ids], dict[str, Covering]()
+    cells = [plan_named_cell(Cell.parse(text), claims, request.unclaimed_axes) for text in ids]
+    coverings = dict[str, Covering]()
     left_out = list_later_changes(request.law_set) if request.law_set else {}
     if globs or not ids:
         laws = list(leave_out(find_laws(globs), left_out))
@@ -172,7 +176,9 @@ def validate_request(request: Request) -> None:
         get_law(Cell.parse(pattern).law)
 
 
-def plan_named_cell(cell: Cell, claims: ClaimsLookup) -> PlannedCell:
+def plan_named_cell(
+    cell: Cell, claims: ClaimsLookup, unclaimed_axes: UnclaimedAxes = UnclaimedAxes.REFUSED
+) -> PlannedCell:
     """Plan a cell that the request names by its id. Raises UsageError if the matrix has no such cell."""
     law = get_law(cell.law)
     law.required_features(cell.variant)  # raises UsageError for an unknown variant
@@ -187,7 +193,7 @@ def plan_named_cell(cell: Cell, claims: ClaimsLookup) -> PlannedCell:
     stages = select_stages(cell.engine, (cell.stage,), claims)
     require_variant(cell.engine, cell.engine_variant, stages, claims)
     capabilities = claims(cell.engine, stages[0])
-    require_mesh(cell.engine, cell.mesh, (cell.world_size,), capabilities)
+    require_mesh(cell.engine, cell.mesh, (cell.world_size,), capabilities, unclaimed_axes)
     planned = plan_cell(law, cell, capabilities)
     if law.programs is not None and not planned.unsupported_reason:
         law.programs.require_legal(cell.variant, make_program_cell(cell, capabilities))
@@ -205,7 +211,7 @@ def plan_engine_cells(engine: str, request: Request, laws: list[Law], claims: Cl
     engine_stages = select_stages(engine, request.stages, claims)
     require_variant(engine, request.engine_variant, engine_stages, claims)
     claims_at_stages = (claims(engine, stage) for stage in engine_stages)
-    require_mesh_at_some_stage(engine, request.mesh, request.world_sizes, claims_at_stages)
+    require_mesh_at_some_stage(engine, request.mesh, request.world_sizes, claims_at_stages, request.unclaimed_axes)
     for stage in request.stages or engine_stages:
         planner = CellPlanner(claims(engine, stage)) if stage in engine_stages else None
         for law in laws:

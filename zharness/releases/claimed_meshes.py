@@ -1,0 +1,59 @@
+"""Decide which releases can run the cells of a mesh, before any of them is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from zharness import engines
+from zharness.cell import Cell, is_cell_id
+from zharness.engines import Capabilities
+from zharness.errors import UsageError
+from zharness.names import STAGES
+from zharness.run import Request
+from zharness.run.mesh_claims import UnclaimedAxes, require_mesh_at_some_stage
+
+
+def require_mesh_of_any(release_engines: Sequence[str], request: Request) -> Request:
+    """Return ``request`` with the cells unsupported of those ``release_engines`` that do not claim its mesh.
+
+    An engine that claims nothing before it is built is asked when its cells are planned. Raises UsageError if every
+    release is known to lack the mesh, with the reason of the last of them.
+    """
+    for part in split_by_mesh(request):
+        claims = {engine: list_known_claims(engine, part.stages) for engine in release_engines}
+        if not all(claims.values()):
+            return request
+        errors = [error for engine in claims if (error := find_mesh_error(engine, part, claims[engine]))]
+        if len(errors) == len(claims):
+            raise errors[-1]
+    return replace(request, unclaimed_axes=UnclaimedAxes.UNSUPPORTED)
+
+
+def split_by_mesh(request: Request) -> Iterator[Request]:
+    """Yield the part of ``request`` that has its mesh, if it has one, and one for each cell that it names."""
+    names = [pattern for pattern in request.patterns if is_cell_id(pattern)]
+    if not names or len(names) < len(request.patterns):
+        yield request
+    for cell in map(Cell.parse, names):
+        yield replace(request, stages=(cell.stage,), world_sizes=(cell.world_size,), mesh=cell.mesh)
+
+
+def list_known_claims(engine: str, stages: Sequence[int]) -> list[Capabilities]:
+    """Return what ``engine`` claims at each of ``stages``, or at all stages, as far as that is known without it."""
+    found = list[Capabilities]()
+    for stage in stages or STAGES:
+        with suppress(UsageError):  # a missing engine or checkout is reported when it is to be run
+            claims = engines.capabilities(engine, stage)
+            found += [claims] if claims is not None and stage in claims.stages else []
+    return found
+
+
+def find_mesh_error(engine: str, request: Request, claims: Sequence[Capabilities]) -> UsageError | None:
+    """Return the error that says why ``engine``, which has ``claims``, cannot have the mesh, or None if it can."""
+    try:
+        require_mesh_at_some_stage(engine, request.mesh, request.world_sizes, claims)
+    except UsageError as error:
+        return error
+    return None
