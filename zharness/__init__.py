@@ -32,7 +32,8 @@ A file imports files of a lower floor, or of its own package (``suites/meta/test
    ``run/progress.py``). ``run/plan.py`` makes the cells of ``cell.py``, which
    ``run/cell_planner.py`` accepts or refuses, with the axes
    of ``mesh.py`` (``run/mesh_claims.py``), from the laws (``laws/registry.py``, ``law_kit/law.py``), the engines
-   (``engines/registry.py``) and the models (``workload/model_lookup.py``, ``workload/user_model.py``).
+   (``engines/registry.py``, ``engines/engine_info.py``) and the models (``workload/model_lookup.py``,
+   ``workload/user_model.py``).
    ``run/claims.py`` asks each engine for its capabilities (``engines/capabilities.py``, ``engines/option_keys.py``,
    ``engines/reference.py``), ``run/configuration.py`` reads a DeepSpeed JSON, ``law_kit/setting.py`` parses the setting
    of a cell, and ``run/unmatched_failures.py`` finds expected failures that match no cell, and

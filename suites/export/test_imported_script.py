@@ -10,7 +10,7 @@ import pytest
 from suites.export.test_export import cells_to_export, get_claims, make_record
 from suites.warm import programs
 from zharness.cell import Cell
-from zharness.engines import registry
+from zharness.engines import EngineInfo
 from zharness.export.header import render_docstring
 from zharness.export.imported_script import MAX_LINES, add_steps, render_imported_cell_script
 from zharness.export.script_run import describe_other_release
@@ -57,7 +57,7 @@ def test_the_script_shows_the_verdict_of_its_cell(cell_id: str, verdict: str, tm
 def test_a_script_says_that_another_release_is_installed_than_the_one_that_failed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(registry.EngineInfo, "version", lambda info: "0.19.8+cpu")
+    monkeypatch.setattr(EngineInfo, "version", lambda info: "0.19.8+cpu")
     assert describe_other_release("deepspeed==0.18.1") == (
         "The failure was seen on deepspeed 0.18.1, but deepspeed 0.19.8+cpu is installed here, "
         "which may end differently."

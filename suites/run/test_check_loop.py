@@ -14,8 +14,9 @@ from zharness.run.rank_pool import RankPool, rank_pool
 from zharness.run.record import Record, Verdict
 
 
-def make_cell(stage: int, world_size: int, law: str = "training.grads") -> PlannedCell:
-    return PlannedCell(Cell(law, "reference", stage, world_size, "fp32", "mlp"))
+def make_cell(stage: int, world_size: int, law: str = "training.grads", **cell: str) -> PlannedCell:
+    named = {"engine": "reference", "model": "mlp"} | cell
+    return PlannedCell(Cell(law, named["engine"], stage, world_size, "fp32", named["model"]))
 
 
 def test_cells_of_one_pool_run_one_after_the_other() -> None:
@@ -59,10 +60,22 @@ def test_each_runner_takes_the_cells_of_a_pool_of_its_own_as_long_as_there_are_s
     cells = [make_cell(stage, 2, law) for stage in (0, 1) for law in ("training.grads", "training.modes")]
     queue = CellQueue([*cells, make_cell(1, 2, "training.sgd_step")], by_pool)
     assert [queue.take(runner).cell.stage for runner in "ababa"] == [0, 1, 0, 1, 1]
+    assert {rank_pool(cell.cell).name[:7] for cell in cells} == {"stage 0", "stage 1"}
     in_turn = CellQueue(cells, in_order)
     assert [in_turn.take(runner) for runner in "abab"] == cells
     assert RunOptions().group is by_pool
     assert RunOptions(shuffle_seed=1).group is in_order
+
+
+def test_runners_that_share_a_pool_of_all_stages_take_the_cells_of_a_model_each() -> None:
+    cells = [make_cell(stage, 2, engine="fsdp2", model=model) for stage in (2, 3) for model in ("mlp", "exact", "tied")]
+    assert len({rank_pool(cell.cell) for cell in cells}) == 1
+    queue = CellQueue(cells, by_pool)
+    taken = [queue.take(runner).cell for runner in "abbaab"]
+    assert [(cell.model, cell.stage) for cell in taken] == [
+        *(("mlp", 2), ("exact", 2), ("exact", 3), ("mlp", 3)),
+        *(("tied", 2), ("tied", 3)),  # none is left but the model of runner a, so that runner b helps it
+    ]
 
 
 def test_a_run_stops_after_the_number_of_failures_that_it_may_have() -> None:

@@ -98,8 +98,8 @@ SECONDS_OF_A_CHANGE = 120.0  # what a pull request can wait for
     type=NameChoice(["fresh", "pooled"]),
     default="pooled",
     show_default=True,
-    help="pooled: reuse the same ranks for all cells of one engine and stage, and run a cell that fails there again on "
-    "new ranks. fresh: fork new ranks for every cell.",
+    help="pooled: reuse the same ranks for all cells of one engine and stage (fsdp2: of all stages), and run a cell "
+    "that fails there again on new ranks. fresh: fork new ranks for every cell.",
 )
 @click.option(
     "--depth",

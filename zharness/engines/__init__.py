@@ -1,5 +1,6 @@
 """Adapt engines to one protocol: plain PyTorch, the reference, torch's own, DeepSpeed, and users' engines."""
 
+from zharness.engines.engine_info import EngineInfo
 from zharness.engines.protocol import (
     Absent,
     AccumulationOwner,
@@ -22,7 +23,7 @@ from zharness.engines.protocol import (
     SupportsUneven,
     Traffic,
 )
-from zharness.engines.registry import EngineInfo, capabilities, get, info, registered_engines, require
+from zharness.engines.registry import capabilities, get, info, registered_engines, require
 from zharness.engines.tensor_access import SupportsReadOut, SupportsShardAccess, SupportsWriteIn
 
 __all__ = [

@@ -6,7 +6,6 @@ import importlib
 import importlib.metadata
 import re
 import sys
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +14,7 @@ from typing import Any
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from zharness.engines.checkouts import Checkout, read_checkout
+from zharness.engines.engine_info import EngineInfo, PoolScope
 from zharness.engines.protocol import Capabilities, EngineFactory
 from zharness.errors import MissingEngine, UsageError
 from zharness.raising_frame import describe_exception
@@ -24,45 +24,6 @@ ENTRY_POINTS = "zharness.engines"
 ALREADY_IMPORTED = ("torch", "zharness")
 _FACTORY_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _ENGINE_NAME = re.compile(r"(?P<name>[^=@]+?)(?:==(?P<release>[\w.+!-]+)|@(?P<checkout>[^\[\]{}]+))?")
-
-
-@dataclass(frozen=True)
-class EngineInfo:
-    """An entry of the registry: an engine's factory, its package and the command that installs the package.
-
-    ``target`` is the factory, written ``module:factory``. ``distribution`` is the package whose version is the engine's
-    version, and ``install`` is the command that installs that package. ``warm_up`` (``module``, or ``module:function``)
-    runs once in the rank server, so that ranks are forked with the engine's modules imported. ``sources`` are the
-    modules and packages whose branches `zharness hunt --coverage` measures. ``around`` is the name of an engine that
-    this one calls, whose expected failures are this one's too.
-    """
-
-    name: str
-    target: str
-    summary: str
-    distribution: str
-    install: str
-    warm_up: str = ""
-    sources: tuple[str, ...] = ()
-    around: str = ""
-
-    @property
-    def module(self) -> str:
-        """The name of the top-level module of the package."""
-        return self.distribution.replace("-", "_")
-
-    def version(self) -> str | None:
-        """Return the installed version of the engine's package, or None if the package is not installed."""
-        return _installed_version(self.distribution, tuple(sys.path))
-
-
-@cache
-def _installed_version(distribution: str, _path: tuple[str, ...]) -> str | None:
-    """Return the version of a distribution, cached for each sys.path, to which an overlay may be added later."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 FSDP1_SOURCES = tuple(
@@ -186,6 +147,8 @@ BUILT_IN: dict[str, EngineInfo] = {
             install="pip install torch",
             warm_up="zharness.engines.tensor_parallel:warm_up",
             sources=("torch.distributed.fsdp._fully_shard", "torch.distributed.checkpoint.state_dict"),
+            # DTensor remembers for each process how to split an operation, and the stage does not change that.
+            pool_scope=PoolScope.ENGINE,
         ),
         EngineInfo(
             name="torch_tp",

@@ -1,7 +1,7 @@
-"""Decide which cell a free runner runs next, so that each runner keeps to one pool of ranks as long as it can.
+"""Decide which cell a free runner runs next, so that each runner keeps to one pool of ranks and one model.
 
-Ranks are slow in the first cell of a kind: torch computes and remembers how to shard each operation. If two runners
-shared the cells of a pool, each would have to warm up its own team of ranks for all of them.
+Ranks are slow in the first cell of a kind: torch computes and remembers how to shard each operation of a model. If two
+runners shared the cells of a pool or of a model, each would have to warm up its own team of ranks for all of them.
 """
 
 from __future__ import annotations
@@ -9,21 +9,30 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from threading import Lock
+from typing import NamedTuple
 
 from zharness.run.cell_planner import PlannedCell
 from zharness.run.rank_pool import rank_pool
 
-Group = Callable[[PlannedCell], Hashable]
+
+class CellGroup(NamedTuple):
+    """The pool and the model of some cells."""
+
+    pool: Hashable
+    model: str
 
 
-def by_pool(planned: PlannedCell) -> Hashable:
-    """Return the pool of a cell: a runner takes all cells of one pool that are left before it begins another."""
-    return rank_pool(planned.cell)
+Group = Callable[[PlannedCell], CellGroup]
 
 
-def in_order(planned: PlannedCell) -> Hashable:
+def by_pool(planned: PlannedCell) -> CellGroup:
+    """Return the pool and the model of a cell: a runner takes all cells of one group before it begins another."""
+    return CellGroup(rank_pool(planned.cell), planned.cell.model)
+
+
+def in_order(planned: PlannedCell) -> CellGroup:
     """Return the same group for every cell: runners take all cells in their order."""
-    return ""
+    return CellGroup("", "")
 
 
 class CellQueue:
@@ -31,21 +40,34 @@ class CellQueue:
 
     def __init__(self, cells: Iterable[PlannedCell], group: Group) -> None:
         self._lock = Lock()
-        self._left: dict[Hashable, deque[PlannedCell]] = {}
-        self._group_of: dict[Hashable, Hashable] = {}  # the group from which each runner took its last cell
+        self._left: dict[CellGroup, deque[PlannedCell]] = {}
+        self._group_of: dict[Hashable, CellGroup] = {}  # the group from which each runner took its last cell
         for cell in cells:
             self._left.setdefault(group(cell), deque()).append(cell)
 
     def take(self, runner: Hashable) -> PlannedCell:
-        """Return the next cell of the runner's group, else of a group that no other runner has, else of the largest."""
+        """Return the next cell of the runner's group, else of another group."""
         with self._lock:
-            group = self._group_of.pop(runner, None)
-            if group not in self._left:
-                of_others = set(self._group_of.values())
-                largest = max(self._left, key=lambda other: len(self._left[other]))
-                group = next((other for other in self._left if other not in of_others), largest)
+            group = self._choose_group(self._group_of.pop(runner, None))
             self._group_of[runner] = group
             cell = self._left[group].popleft()
             if not self._left[group]:
                 del self._left[group]
             return cell
+
+    def _choose_group(self, last: CellGroup | None) -> CellGroup:
+        """Return ``last`` if it has cells left, else a group of its pool, else of a pool that no other runner has.
+
+        Groups of other runners come last, and then the largest: two runners finish it together.
+        """
+        if last in self._left:
+            return last
+        others = set(self._group_of.values())
+        pools_of_others = {group.pool for group in others}
+
+        def cost(group: CellGroup) -> tuple[bool, bool, bool, int]:
+            has_others = group.pool in pools_of_others
+            size = len(self._left[group]) if group in others else 0
+            return group in others, last is None or group.pool != last.pool, has_others, -size
+
+        return min(self._left, key=cost)

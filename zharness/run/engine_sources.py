@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from zharness.engines.registry import EngineInfo
+from zharness.engines.engine_info import EngineInfo
 from zharness.errors import UsageError
 
 MINIMUM_VERSION = (7, 6, 2)  # of coverage.py: the first whose JSON report has functions

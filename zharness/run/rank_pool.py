@@ -5,13 +5,18 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from zharness.cell import Cell
+from zharness.engines.engine_info import PoolScope
+from zharness.engines.registry import info
 from zharness.run.configuration import is_config_file
 from zharness.workload.user_model import is_user_model, parse_user_model_name
 from zharness.world import Isolation
 
 
 class RankPool(NamedTuple):
-    """A pool of ranks, on which the cells of one engine, stage, world, configuration file and factory run."""
+    """A pool of ranks, on which the cells of one engine, world, mesh, configuration file and factory run.
+
+    The pool of an engine with PoolScope.STAGE has the cells of one stage.
+    """
 
     engine: str
     world_size: int
@@ -20,7 +25,8 @@ class RankPool(NamedTuple):
 
 def rank_pool(cell: Cell) -> RankPool:
     """Return the pool whose ranks run ``cell``, unless the cell runs on fresh ranks."""
-    name = f"stage {cell.stage} {cell.mesh.label} {pool_variant(cell.engine_variant)} {factory_path(cell.model)}"
+    stage = f"stage {cell.stage}" if info(cell.engine).pool_scope is PoolScope.STAGE else "all stages"
+    name = f"{stage} {cell.mesh.label} {pool_variant(cell.engine_variant)} {factory_path(cell.model)}"
     return RankPool(cell.engine, cell.world_size, name)
 
 

@@ -83,8 +83,8 @@ class Runner:
         ``environments`` maps the name of each engine to the environment of its rank server. ``timeout`` is the time
         limit for the ranks of one cell, in seconds.
 
-        ``isolation`` determines whether the cells of one engine and stage run one after the other on the same ranks. A
-        cell that fails unexpectedly on shared ranks runs again on fresh ranks. ``user_expected_failures`` take
+        ``isolation`` determines whether the cells of one pool run one after the other on the same ranks. A cell that
+        fails unexpectedly on shared ranks runs again on fresh ranks. ``user_expected_failures`` take
         precedence over the expected failures of the package. ``observe`` runs a cell's law on each rank.
         """
         # torch loads some 800 modules at the first optimizer, DTensor or transform: load them here, not in every rank.
