@@ -11,9 +11,9 @@ from zharness.engines.protocol import Feature
 from zharness.law_kit.hints import add_hint
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Variant
-from zharness.law_kit.other_norms import Spans, list_owned_spans
-from zharness.law_kit.owners import judge_owners
+from zharness.law_kit.other_norms import Spans
 from zharness.law_kit.rank_context import RankContext, scalar
+from zharness.law_kit.stage_owners import find_stages, get_stage, judge_owners_of_stages
 from zharness.laws.mesh import compare_replicas
 from zharness.laws.pipeline import (
     CLIP,
@@ -26,7 +26,6 @@ from zharness.laws.pipeline import (
     select_schedule,
     train_batch,
 )
-from zharness.mesh import PIPELINE
 from zharness.parity import Comparison, Part, compare_ranks
 from zharness.parity.baseline import LocalResult
 from zharness.parity.compare import check_names
@@ -37,6 +36,7 @@ def observe_replicas(ctx: RankContext) -> None:
 
     A rank records its own copy of what its stages have.
     """
+    ctx.record("stage", {"stage": scalar(ctx.config.stage)})
     clip = CLIP if ctx.capabilities.refusal(Feature.CLIP) is None else None
     engine = ctx.build_engine(optimizer=MOMENTUM_SGD, options=select_schedule(ctx.variant), clip=clip)
     train_batch(ctx, engine, 0, DEFAULT_SHAPE)
@@ -61,9 +61,7 @@ def judge_replicas(ctx: JudgeContext) -> Iterator[Comparison]:
             spans = list_stage_spans(ctx, name.partition("/")[0], tensor.numel())
             for comparison in compare_replicas(ctx, name, part, spans, [record[name] for record in records]):
                 yield hint_not_reduced(ctx, comparison, micros) if label == "gradients" else comparison
-    for name, tensor in ctx.rank_records("weights")[0].items():
-        shard_spans = [list_owned_spans(ctx, rank, name, tensor.numel()) for rank in range(ctx.world_size)]
-        yield from judge_owners(ctx, name, tensor.numel(), shard_spans)
+    yield from judge_owners_of_stages(ctx)
     yield from compare_norms(ctx)
 
 
@@ -82,16 +80,6 @@ def list_stage_spans(ctx: JudgeContext, name: str, elements: int) -> list[Spans]
     """
     stages = find_stages(ctx, name, elements)
     return [((0, elements),) if get_stage(ctx, rank) in stages else () for rank in range(ctx.world_size)]
-
-
-def find_stages(ctx: JudgeContext, name: str, elements: int) -> set[int]:
-    """Return the coordinates on pp of the ranks that own a part of a parameter."""
-    return {get_stage(ctx, rank) for rank in range(ctx.world_size) if list_owned_spans(ctx, rank, name, elements)}
-
-
-def get_stage(ctx: JudgeContext, rank: int) -> int:
-    """Return the coordinate of ``rank`` on pp."""
-    return ctx.mesh.coordinates(rank, ctx.world_size)[PIPELINE]
 
 
 def hint_not_reduced(ctx: JudgeContext, comparison: Comparison, micros: Sequence[Sequence[LocalResult]]) -> Comparison:

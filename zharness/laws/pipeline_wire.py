@@ -27,6 +27,7 @@ from zharness.law_kit.observed_collectives import (
 )
 from zharness.law_kit.other_norms import list_owned_spans
 from zharness.law_kit.rank_context import RankContext, scalar
+from zharness.law_kit.stage_owners import find_stages, get_stage
 from zharness.law_kit.wire import (
     NOTHING,
     Activations,
@@ -46,7 +47,6 @@ from zharness.laws.pipeline import (
     select_schedule,
     train_batch,
 )
-from zharness.laws.pipeline_replicas import find_stages, get_stage
 from zharness.mesh import DATA_SHARD, PIPELINE, REPLICATE, TENSOR
 from zharness.parity import Comparison, Tier
 

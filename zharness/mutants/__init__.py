@@ -82,6 +82,7 @@ from zharness.mutants import (  # noqa: F401 - each module registers its mutants
     pipeline_dropout,
     pipeline_excess,
     pipeline_frozen,
+    pipeline_order,
     pipeline_products,
     pipeline_replicas,
     pipeline_settings,

@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch.distributed as dist
 from torch import nn
 
-from zharness.engines import EngineConfig, Piece
-from zharness.law_kit.owners import OWNERS
+from zharness.engines import EngineConfig, Piece, fsdp2
+from zharness.law_kit.owners import OWNERS, explain_number
 from zharness.mesh import CONTEXT, DEFAULT_MESH, EXPERT, REPLICATE, TENSOR, Mesh
 from zharness.mutants import seams_engines
 from zharness.mutants.around import Around
@@ -18,7 +18,7 @@ from zharness.mutants.mesh import REP2, OverMesh, on_mesh
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
 from zharness.parity import Part
 
-ALONG_COPIES = "this is the number of ranks along dp_replicate that own the element by layout()"
+ALONG_COPIES = explain_number(REPLICATE)
 
 
 def on_owners(mesh: str, model: str, cause: str) -> Target:
@@ -45,7 +45,8 @@ class ShardsAlongTheAxisOfCopies(OverMesh):
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         has_copies = config.mesh.axes == (REPLICATE,)
-        with seams_engines.transposed_device_mesh() if has_copies else nullcontext():
+        transposed = seams_engines.reordered_device_mesh(fsdp2, seams_engines.transpose_ranks)
+        with transposed if has_copies else nullcontext():
             super().__init__(model, config)
 
 

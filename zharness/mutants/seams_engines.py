@@ -9,12 +9,13 @@ import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from zharness.engines import Piece, fsdp2
+from zharness.engines import Piece
 from zharness.engines.deepspeed import DeepSpeedEngine
 from zharness.engines.deepspeed_pp import DeepSpeedPipelineEngine
 from zharness.engines.reference import ReferenceEngine
@@ -162,20 +163,25 @@ def fsdp2_sync(engine: TorchEngine) -> Any:
 
 
 @contextmanager
-def transposed_device_mesh() -> Iterator[None]:
-    """Let FSDP2 build a DeviceMesh of two axes in column-major order of the ranks, inside the block."""
-    right = fsdp2.build_device_mesh  # type: ignore[attr-defined]
+def reordered_device_mesh(engine: ModuleType, order: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Let the adapter ``engine`` build a DeviceMesh whose ranks ``order`` has changed, inside the block."""
+    names = vars(engine)
+    right = names["build_device_mesh"]
 
     def build(mesh: Mesh, device: torch.device) -> DeviceMesh:
-        devices = right(mesh, device)
-        turned = devices.mesh.mT.reshape(devices.mesh.shape)
-        return type(devices)(devices.device_type, turned, mesh_dim_names=devices.mesh_dim_names)
+        devices: DeviceMesh = right(mesh, device)
+        return type(devices)(devices.device_type, order(devices.mesh), mesh_dim_names=devices.mesh_dim_names)
 
-    fsdp2.build_device_mesh = build  # type: ignore[attr-defined]
+    names["build_device_mesh"] = build
     try:
         yield
     finally:
-        fsdp2.build_device_mesh = right  # type: ignore[attr-defined]
+        names["build_device_mesh"] = right
+
+
+def transpose_ranks(ranks: Tensor) -> Tensor:
+    """Return the ranks of a mesh in an order in which the first axis has neighbours, and the last one has not."""
+    return ranks.transpose(0, -1).reshape(ranks.shape)
 
 
 def has_unreduced(sync: Any) -> bool:

@@ -1,0 +1,99 @@
+"""Define mutants of a pipeline that compute the right numbers on ranks at other coordinates than those of the mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zharness.engines import EngineConfig, Piece, torch_pp
+from zharness.law_kit.owners import explain_number
+from zharness.law_kit.stage_owners import IN_ORDER, IN_STAGES
+from zharness.mesh import PIPELINE
+from zharness.mutants import seams_engines
+from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.mutants.pipeline import Loss, MicroBatches, OverPipeline, on_pipeline
+from zharness.parity import Part
+
+WEIGHT = "blocks.0.linear.weight"
+TRANSPOSED = f"{explain_number(PIPELINE)}: rank 0 (pp 0, dp_shard 0), rank 2 (pp 1, dp_shard 0)"
+SHARDS_ALONG_STAGES = f"{IN_STAGES}: 0, 1"
+
+
+def on_order(parameter: str, cause: str, world_size: int = 4, mesh: str = "pp2", variant: str = "gpipe") -> Target:
+    """Return a target of the law of replicas, which names the axis of the owners and their coordinates."""
+    return on_pipeline(
+        Part.GATHER,
+        parameter=parameter,
+        law="pipeline.replicas",
+        variant=variant,
+        cause=cause,
+        world_size=world_size,
+        mesh=mesh,
+    )
+
+
+class OnATransposedMesh(OverPipeline):
+    """The base class of mutants whose DeviceMesh has neighbouring ranks on its first axis, and not on its last one.
+
+    Each rank trains what the rank at its place should, on that rank's micro-batches, and gets the losses of its own, so
+    that all numbers are right.
+    """
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        with seams_engines.reordered_device_mesh(torch_pp, seams_engines.transpose_ranks):
+            super().__init__(model, config)
+        world_size = dist.get_world_size()
+        ranks = torch.arange(world_size).view(tuple(config.mesh.shape(world_size).values()))
+        self.ranks: list[int] = seams_engines.transpose_ranks(ranks).flatten().tolist()
+
+    def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
+        rank = dist.get_rank()
+        losses = super().train_batch(gather_from(self.ranks.index(rank), list(micro_batches)), loss)
+        found: Sequence[Tensor] = gather_from(self.ranks[rank], list(losses))
+        return found
+
+
+def gather_from(rank: int, value: Any) -> Any:
+    """Return the value of ``rank``. This is a collective, in which each rank may ask for that of another one."""
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, value)
+    return everywhere[rank]
+
+
+@mutant(
+    FaultKind.SHARDS, on_order(WEIGHT, TRANSPOSED), on_order(WEIGHT, TRANSPOSED, variant="1f1b"), origin=Origin.MESH
+)
+class TransposesStagesAndReplicas(OnATransposedMesh):
+    """The replicas of a stage lie along pp, and the stages along dp_shard, as with a transposed DeviceMesh."""
+
+
+@mutant(FaultKind.SHARDS, replace(on_order(WEIGHT, SHARDS_ALONG_STAGES), setting="fully_shard"), origin=Origin.MESH)
+class ShardsWeightsAlongStages(OnATransposedMesh):
+    """The shards of a stage in fully_shard lie along pp, and the stages along dp_shard."""
+
+
+@mutant(FaultKind.SHARDS, on_order(WEIGHT, SHARDS_ALONG_STAGES, mesh="pp2.tp2"), origin=Origin.MESH)
+class SplitsLayersAlongStages(OnATransposedMesh):
+    """The parts of a layer lie along pp, and the stages along tp."""
+
+
+@mutant(
+    FaultKind.SHARDS,
+    on_order(WEIGHT, IN_ORDER, world_size=2),
+    on_order(WEIGHT, IN_ORDER, world_size=2, variant="zbv"),
+    origin=Origin.MESH,
+)
+class ReversesStagesInTheLayout(OverPipeline):
+    """The layout gives the stages of the first coordinate of pp to the ranks of the last one, and the other way."""
+
+    def layout(self) -> Mapping[str, tuple[Piece, ...]]:
+        last = dist.get_world_size() - 1
+        return {
+            name: tuple(replace(piece, rank=last - piece.rank) for piece in pieces)
+            for name, pieces in self.right.layout().items()
+        }
