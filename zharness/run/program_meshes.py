@@ -1,0 +1,31 @@
+"""Decide on which meshes programs can be judged: on those whose axes copy weights and split no layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zharness.errors import UsageError
+from zharness.mesh import PIPELINE, REPLICATE, Mesh
+from zharness.world.limits import check_world_size
+
+PROGRAM_LAWS = {PIPELINE: "pipeline.any_order"}  # that draw programs on an axis that splits layers
+OTHER_AXES = "mesh.any_order"
+
+
+def require_program_mesh(engine: str, mesh: Mesh, world_sizes: Sequence[int]) -> None:
+    """Raise UsageError for a mesh on which no program is judged, or that one of ``world_sizes`` cannot form.
+
+    The weights of a program's layers are random. Where an axis splits a layer, the sums of its parts round in other
+    places than plain PyTorch's, so that every output would need a tolerance.
+    """
+    split = next((axis for axis in mesh.axes if axis != REPLICATE), "")
+    if split:
+        law = PROGRAM_LAWS.get(split, OTHER_AXES)
+        raise UsageError(
+            f"got the mesh {mesh.label}; programs have layers of random weights, and only sums of integers could be "
+            f"compared where {split} splits them; run: zharness check {law} --engine {engine} --mesh {mesh.label} "
+            "--seed N, which draws programs on models of integers"
+        )
+    for size in world_sizes:
+        check_world_size(size)
+        mesh.shape(size)  # raises UsageError if the mesh does not fit
