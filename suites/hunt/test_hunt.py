@@ -276,7 +276,7 @@ def test_a_mutant_is_found_and_exported(
     mutant: str, stage: int, mesh: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = HuntOptions(
-        HuntLimits(None, 2 if mesh else 6),
+        HuntLimits(None, 1 if mesh else 6),
         stages=(stage,),
         world_sizes=(2,),
         dtypes=("fp32",),
