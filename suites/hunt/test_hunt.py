@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -18,14 +19,15 @@ from zharness.hunt.command import HuntOptions, run_hunt
 from zharness.hunt.draw import PairCoverage, iter_draws
 from zharness.hunt.groups import AlarmGroup
 from zharness.hunt.hunter import Hunter, HuntLimits
-from zharness.hunt.known import find_known, is_recorded_cause
-from zharness.hunt.log import HuntLog
+from zharness.hunt.known import covers_program, find_known, is_recorded_cause
+from zharness.hunt.log import HuntLog, program_as_json, read_program
 from zharness.hunt.space import Space
 from zharness.hunt.symptoms import SYMPTOMS, Symptom
 from zharness.law_kit.program_features import explain_unsupported
+from zharness.mesh import DEFAULT_MESH, Mesh
 from zharness.releases.repros import load_catalogue
 from zharness.run import Verdict
-from zharness.run.expected_failures import expected_failures_for
+from zharness.run.expected_failures import ExpectedFailure, expected_failures_for
 from zharness.run.program_runner import ProgramOutcome
 from zharness.workload.program_text import parse_program, require_legal
 from zharness.workload.programs import Act, LayerKind, Program
@@ -36,10 +38,13 @@ PASS = ProgramOutcome(Verdict.PASS)
 WRONG = ProgramOutcome(Verdict.FAIL, "step 3, reduction: 1.weight[0, 0] expected 1, got 2")
 
 
-def make_space(engine: str = "reference", stages: Sequence[int] = (0, 1, 2, 3), **fields: Any) -> Space:
+def make_space(
+    engine: str = "reference", stages: Sequence[int] = (0, 1, 2, 3), mesh: Mesh = DEFAULT_MESH, **fields: Any
+) -> Space:
     claims = {stage: engines.capabilities(engine, stage) for stage in stages}
-    known = {stage: found for stage, found in claims.items() if found is not None}
-    return Space(engine, known, (1, 2), ("fp32", "bf16"), **fields)
+    known = {stage: found.on_mesh(mesh) for stage, found in claims.items() if found is not None}
+    world_sizes = (2, 4) if mesh.sizes else (1, 2)
+    return Space(engine, known, world_sizes, ("fp32", "bf16"), mesh=mesh, **fields)
 
 
 @dataclass
@@ -106,14 +111,17 @@ def test_draws_repeat_and_cover_every_pair_first() -> None:
     assert len(coverage.covered) > 0.95 * total, "nearly all pairs can be brought about"
 
 
-@pytest.mark.parametrize("engine", ["reference", "ddp", "fsdp2"])
-def test_every_draw_is_legal_and_claimed(engine: str) -> None:
-    space = make_space(engine, {"reference": (1, 3), "ddp": (0,), "fsdp2": (2, 3)}[engine])
+@pytest.mark.parametrize(("engine", "mesh"), [("reference", ""), ("ddp", ""), ("fsdp2", ""), ("fsdp2", "rep2")])
+def test_every_draw_is_legal_and_claimed(engine: str, mesh: str) -> None:
+    stages = {"reference": (1, 3), "ddp": (0,), "fsdp2": (2, 3)}[engine]
+    space = make_space(engine, stages, Mesh.parse(mesh))
     for draw in islice(iter_draws(space, 1, PairCoverage(space.list_claimed_pairs())), 80):
         program = draw.program
         require_legal(program)
         assert not explain_unsupported(program, space.claims_at[program.stage])
         assert program.stage in space.stages
+        assert program.mesh.label == mesh
+        assert read_program(json.loads(json.dumps(program_as_json(program)))) == program
 
 
 def test_excluded_names_are_not_drawn() -> None:
@@ -139,6 +147,27 @@ def test_an_alarm_is_shrunk_in_setting_and_program_at_once(tmp_path: Path) -> No
         assert kinds[1:] == [LayerKind.NORM]
         assert [verb.act for verb in smallest.verbs].count(Act.STEP) == 1
         assert len(group.draws) == log.state.alarm_count
+
+
+@pytest.mark.parametrize("needs_mesh", [True, False])
+def test_a_smallest_program_has_a_mesh_only_if_it_needs_it(needs_mesh: bool, tmp_path: Path) -> None:
+    def is_broken(program: Program) -> bool:
+        return bool(program.mesh.sizes) or not needs_mesh
+
+    with HuntLog(tmp_path / "hunt.jsonl", {"seed": 0}) as log:
+        hunt(make_space(mesh=Mesh.parse("rep2")), FakeRunner(is_broken), log, 5)
+        (group,) = log.state.groups
+        assert (group.smallest.mesh.label, group.smallest.world_size) == (("rep2", 2) if needs_mesh else ("", 1))
+        assert ("2 ranks on the mesh rep2, " in group.describe("reference")) is needs_mesh
+        assert (" --mesh rep2 " in group.describe("reference")) is needs_mesh
+
+
+@pytest.mark.parametrize("meshes", [("rep2",), ()])
+def test_a_failure_on_a_mesh_is_known_by_entries_of_that_mesh(meshes: tuple[str, ...]) -> None:
+    entry = ExpectedFailure("fsdp2", "training.grads", "", "", "crash", ("a message",), meshes=meshes)
+    for mesh in ("", "rep2"):
+        program = Program((), (), mesh=Mesh.parse(mesh))
+        assert covers_program(entry, program, (), "2.13.0") is (mesh in (meshes or ("",)))
 
 
 def test_a_hunt_resumes_without_repeating_draws(tmp_path: Path) -> None:
@@ -238,22 +267,31 @@ def test_groups_contain_alarms_that_have_more(tmp_path: Path) -> None:
     assert not group.explains(group.cause, parse_program("x(1) norm | b s f".replace("b s f", "f b")))
 
 
-def test_a_mutant_is_found_and_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("mutant", "stage", "mesh"),
+    [("never_reduces", 0, ""), ("leaves_out_the_sum_over_copies", 3, "rep2")],
+    ids=["no mesh", "rep2"],
+)
+def test_a_mutant_is_found_and_exported(
+    mutant: str, stage: int, mesh: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = HuntOptions(
-        HuntLimits(None, 6),
-        stages=(0,),
+        HuntLimits(None, 1 if mesh else 6),
+        stages=(stage,),
         world_sizes=(2,),
         dtypes=("fp32",),
         output=tmp_path,
+        mesh=Mesh.parse(mesh),
     )
-    engine = "zharness.mutants:never_reduces"
+    engine = f"zharness.mutants:{mutant}"
     assert run_hunt(engine, options, lambda _: RankEnvironment(), None) == 1
     printed = capsys.readouterr().out
     assert "new: fail" in printed
     assert f"again: zharness program --engine {engine}" in printed
     scripts = list(tmp_path.glob("*.py"))
     assert scripts
-    assert all("repro: REPRODUCED" in script.read_text() for script in scripts)
+    shown = f'mesh="{mesh}",' if mesh else "repro: REPRODUCED"
+    assert all(shown in script.read_text() for script in scripts)
 
 
 @pytest.mark.parametrize(
@@ -263,6 +301,7 @@ def test_a_mutant_is_found_and_exported(tmp_path: Path, capsys: pytest.CaptureFi
         (["ddp", "--minutes", "0"], "--minutes: got 0; expected a finite number above 0"),
         (["ddp", "--minutes", "nan"], "--minutes: got nan"),
         (["ddp", "--without", "qq"], "unknown layer, verb, mark or engine option to leave out 'qq'"),
+        (["ddp", "--mesh", "rep2"], "ddp does not claim the axis dp_replicate of the mesh; axes that it claims: none"),
         (["ddp", "--stage", "3"], "unknown stage of ddp '3'; allowed: 0"),
         (["ddp", "--dtype", "fp9"], "unknown dtype 'fp9'"),
         (["ddp", "--output", "/dev/null/x"], "cannot write '/dev/null/x'"),

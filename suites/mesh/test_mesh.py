@@ -120,6 +120,17 @@ def test_a_mesh_that_cannot_run_is_refused_before_ranks_start(
         plan(request, claims)
 
 
+@pytest.mark.parametrize(
+    ("mesh", "size", "can_run"), [("", 2, True), ("rep2", 2, False), ("tp2", 2, False), ("rep2", 4, True)]
+)
+def test_an_option_that_divides_the_shards_needs_enough_of_them(mesh: str, size: int, can_run: bool) -> None:
+    option = "resharded_to_two"
+    patterns, axes = (("mesh.training",) if mesh else ("training.grads",)), ((3,), (size,), ("fp32",), ("exact",))
+    (*cells,) = plan(Request(patterns, ("fsdp2",), *axes, option, mesh=Mesh.parse(mesh)), claims)
+    refusal = f"this cell cannot set the option {option}: it needs a number of shards that 2 divides"
+    assert {planned.unsupported_reason for planned in cells} == {"" if can_run else refusal}
+
+
 def test_an_expected_failure_with_and_without_a_mesh_covers_the_world_sizes_that_fit() -> None:
     entry = ExpectedFailure(
         "fsdp2",

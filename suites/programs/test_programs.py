@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from zharness.errors import UsageError
+from zharness.mesh import DEFAULT_MESH, Mesh
 from zharness.run import Verdict
 from zharness.run.program_runner import ProgramRunner
 from zharness.run.program_search import SearchOptions, search_programs
@@ -17,6 +18,7 @@ from zharness.workload.program_text import parse_program
 from zharness.workload.programs import Program
 from zharness.workload.strategies import Repertoire, program_batches
 
+REP2 = Mesh.parse("rep2")
 BATCHES = 2  # of 8 programs, for each engine; `zharness program --batches 1000` runs more
 
 
@@ -72,6 +74,7 @@ def test_an_invalid_program_is_refused_with_the_reason(text: str, message: str) 
 RIGHT = [
     SearchOptions((0, 3), batches=BATCHES, dtypes=("fp32", "bf16")),
     SearchOptions((1, 2), batches=BATCHES, seed=1),
+    SearchOptions((1, 3), (4,), batches=1, mesh=REP2),
 ]
 
 
@@ -110,6 +113,7 @@ class Known:
     stage: int
     verdict: Verdict
     dtype: str = "fp32"
+    mesh: Mesh = DEFAULT_MESH
 
 
 KNOWN = [
@@ -123,12 +127,13 @@ KNOWN = [
     Known(
         "tokens(5,3) residual[linear(5) gelu linear(3)] tied | f f b:old,tensor e b:scale s", "fsdp2", 3, Verdict.PASS
     ),
+    Known("x(2) linear(3) norm | f b s n f b s l f:few b:unseen s", "fsdp2", 2, Verdict.PASS, mesh=REP2),
 ]
 
 
 @pytest.mark.parametrize("known", KNOWN, ids=lambda known: f"{known.engine}-{known.text}")
 def test_a_known_program_has_its_verdict(runner: ProgramRunner, known: Known) -> None:
-    program = replace(parse_program(known.text), stage=known.stage, dtype=known.dtype)
+    program = replace(parse_program(known.text), stage=known.stage, dtype=known.dtype, mesh=known.mesh)
     outcome = runner.run(known.engine, [program])
     assert outcome.verdict is known.verdict, outcome.describe(known.engine, [program])
 
@@ -140,6 +145,7 @@ class Shrunk:
     mutant: str
     smallest: str
     stage: int = 0
+    mesh: Mesh = DEFAULT_MESH
 
 
 SHRUNK = [
@@ -149,13 +155,15 @@ SHRUNK = [
     Shrunk("never_publishes", "x(1) linear(1) | f b s", stage=1),
     Shrunk("reduces_tied_twice", "x(1) linear(1) tied | f b"),
     Shrunk("slips_shards", "x(1) frozen(2) linear(2) | save load", stage=3),
+    Shrunk("leaves_out_the_sum_over_copies", "x(1) linear(1) | f b", stage=3, mesh=REP2),
 ]
 
 
 @pytest.mark.parametrize("shrunk", SHRUNK, ids=lambda shrunk: shrunk.mutant)
 def test_a_mutant_is_found_and_its_program_shrinks(runner: ProgramRunner, shrunk: Shrunk) -> None:
     engine = f"zharness.mutants:{shrunk.mutant}"
-    found = search_programs(runner, engine, SearchOptions((shrunk.stage,), batches=12))
+    found = search_programs(runner, engine, SearchOptions((shrunk.stage,), batches=12, mesh=shrunk.mesh))
     assert found.smallest, found.describe(engine)
     (program,) = found.smallest
+    assert program.mesh == shrunk.mesh
     assert program_size(program)[0] <= program_size(parse_program(shrunk.smallest))[0], found.describe(engine)

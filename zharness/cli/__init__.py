@@ -25,12 +25,14 @@ from zharness.cli.laws import laws
 from zharness.cli.model import model
 from zharness.cli.options import (
     OUTPUT,
+    PROGRAM_MESHES,
     SECONDS,
     IntegerRange,
     NameChoice,
     NumberRange,
     OnceCommand,
     add_law_option,
+    add_mesh_option,
     parse_integer_option,
     parse_name_option,
 )
@@ -39,6 +41,7 @@ from zharness.cli.site import site
 from zharness.cli.tour import tour
 from zharness.environment import look_for_gpus_by_nvml
 from zharness.errors import UsageError, ZHarnessError
+from zharness.mesh import Mesh
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 
@@ -226,6 +229,7 @@ def mutants(
 @click.option(
     "--world-size", "world_sizes", callback=parse_integer_option, default="2", show_default=True, metavar="1,2,4"
 )
+@add_mesh_option(PROGRAM_MESHES)
 @click.option("--dtype", "dtypes", callback=parse_name_option, default="fp32", show_default=True, metavar="fp32,bf16")
 @click.option("--optimizer", type=NameChoice(["sgd", "adamw", "adam", "nesterov"]), default="sgd", show_default=True)
 @click.option(
@@ -288,6 +292,7 @@ def program(
     engine: str,
     stages: tuple[int, ...],
     world_sizes: tuple[int, ...],
+    mesh: Mesh,
     dtypes: tuple[str, ...],
     optimizer: str,
     clip: float | None,
@@ -321,17 +326,16 @@ def program(
     require_known_names(engine_names=[engine], stages=stages, dtypes=dtypes)
     from zharness.releases.rank_environment import prepare_rank_environment
     from zharness.run.program_commands import run_given_programs, run_program_search
+    from zharness.run.program_meshes import require_program_mesh
     from zharness.run.program_search import SearchOptions
     from zharness.workload.legal_programs import UNLIMITED_OUTPUTS
     from zharness.workload.programs import Program
-    from zharness.world.limits import check_world_size
 
     if clip is not None and not clip < float("inf"):
         raise UsageError(f"--clip: got {clip}; expected a finite number above 0")
     settings = Program((), (), optimizer=optimizer, clip=clip, window=window, reduction=reduction)
-    settings = replace(settings, window_owner=window_owner, options=engine_options)
-    for size in world_sizes:
-        check_world_size(size)
+    settings = replace(settings, window_owner=window_owner, options=engine_options, mesh=mesh)
+    require_program_mesh(engine, mesh, world_sizes)
     if texts:
         return run_given_programs(
             texts, engine, stages, world_sizes, dtypes, settings, timeout, prepare_rank_environment
@@ -341,7 +345,7 @@ def program(
             "--clip, --window, --window-owner, --reduction and --option apply only to programs on the command line, "
             "and none was given; give a program, or leave these options out"
         )
-    search = SearchOptions(stages, world_sizes, dtypes, batches, seed, without, outputs or UNLIMITED_OUTPUTS)
+    search = SearchOptions(stages, world_sizes, dtypes, batches, seed, without, outputs or UNLIMITED_OUTPUTS, mesh)
     return run_program_search(engine, search, timeout, prepare_rank_environment)
 
 

@@ -7,8 +7,18 @@ from pathlib import Path
 import click
 
 from zharness.cli.cells import make_script_runner
-from zharness.cli.options import OUTPUT, SECONDS, IntegerRange, OnceCommand, parse_integer_option, parse_name_option
+from zharness.cli.options import (
+    OUTPUT,
+    PROGRAM_MESHES,
+    SECONDS,
+    IntegerRange,
+    OnceCommand,
+    add_mesh_option,
+    parse_integer_option,
+    parse_name_option,
+)
 from zharness.errors import UsageError
+from zharness.mesh import Mesh
 
 FOLDER = click.Path(file_okay=False, path_type=Path)
 
@@ -31,8 +41,13 @@ FOLDER = click.Path(file_okay=False, path_type=Path)
     help="Stages to draw; by default those that the engine claims.",
 )
 @click.option(
-    "--world-size", "world_sizes", callback=parse_integer_option, default="1,2,3", show_default=True, metavar="1,2,3"
+    "--world-size",
+    "world_sizes",
+    callback=parse_integer_option,
+    show_default="1,2,3; on a mesh its ranks, and twice as many",
+    metavar="1,2,3",
 )
+@add_mesh_option(PROGRAM_MESHES)
 @click.option(
     "--dtype",
     "dtypes",
@@ -75,6 +90,7 @@ def hunt(
     seed: int,
     stages: tuple[int, ...],
     world_sizes: tuple[int, ...],
+    mesh: Mesh,
     dtypes: tuple[str, ...],
     without: tuple[str, ...],
     outputs: int | None,
@@ -111,13 +127,13 @@ def hunt(
     from zharness.hunt.command import HuntOptions, run_hunt
     from zharness.hunt.hunter import HuntLimits
     from zharness.releases.rank_environment import prepare_rank_environment
+    from zharness.run.program_meshes import require_program_mesh
     from zharness.workload.legal_programs import UNLIMITED_OUTPUTS
 
     if minutes is not None and not 0 < minutes < float("inf"):
         raise UsageError(f"--minutes: got {minutes:g}; expected a finite number above 0")
-    for size in world_sizes:
-        if size < 1:
-            raise UsageError(f"--world-size: got {size}; expected integers above 0")
+    world_sizes = world_sizes or (tuple(mesh.smallest_world * times for times in (1, 2)) if mesh.sizes else (1, 2, 3))
+    require_program_mesh(engine, mesh, world_sizes)
     if minutes is None and draws is None:
         minutes = 10.0
     options = HuntOptions(
@@ -133,5 +149,6 @@ def hunt(
         not all_new,
         timeout,
         measures_engine,
+        mesh,
     )
     return run_hunt(engine, options, prepare_rank_environment, None if no_verify else make_script_runner(engine))

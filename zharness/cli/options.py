@@ -18,6 +18,7 @@ from zharness.mesh import Mesh
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
+PROGRAM_MESHES = "programs run on copies of weights (rep2), and on no axis that splits layers"  # explains --mesh
 AXES_OF_A_CELL = ("engines", "stages", "world_sizes", "mesh", "dtypes", "models", "engine_variant")
 
 LAW_SET_HELP = (

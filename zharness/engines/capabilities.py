@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from zharness.engines.option_keys import find_reason
-from zharness.mesh import CONTEXT, EXPERT, REPLICATE, TENSOR, Mesh
+from zharness.mesh import CONTEXT, DATA_SHARD, DEFAULT_MESH, EXPERT, REPLICATE, TENSOR, Mesh
 
 if TYPE_CHECKING:
     from torch import nn
@@ -135,6 +135,7 @@ class EngineOption:
       engine has kernels of its own otherwise.
     - ``own_kernels`` is the reason why local gradients do not come from torch's kernels while the option is set.
     - ``world_size_factor`` must divide the world size; cells of other world sizes do not set the option.
+    - ``shard_factor`` must divide the number of shards, which are fewer than the ranks on a mesh.
     - ``dtypes`` are the dtypes of the model in which the option can be set; if empty, all that the engine has.
     - ``laws`` are globs of the only laws that are judged with the option, or of a law with its variant
       (``state.resume-adamw``); if empty, all. The other laws are not tested with it, and ``laws_reason`` says why.
@@ -155,6 +156,7 @@ class EngineOption:
     has_torch_kernels: bool = False
     own_kernels: str = ""
     world_size_factor: int = 1
+    shard_factor: int = 1
     dtypes: frozenset[str] = frozenset()
     laws: frozenset[str] = frozenset()
     laws_reason: str = ""
@@ -183,12 +185,14 @@ class EngineOption:
         """The number of ranks that own each element of a sharded weight while the option is set."""
         return int(self.options.get("replicas", 1))
 
-    def refusal_at(self, world_size: int, dtype: str) -> str:
-        """Return the reason why cells of this world size and dtype cannot set the option, or '' if they can."""
+    def refusal_at(self, world_size: int, dtype: str, mesh: Mesh = DEFAULT_MESH) -> str:
+        """Return the reason why cells of this world size, dtype and mesh cannot set the option, or '' if they can."""
         if self.dtypes and dtype not in self.dtypes:
             return f"it can be set under {', '.join(sorted(self.dtypes))} only"
         if world_size % self.world_size_factor:
             return f"it needs a world size that {self.world_size_factor} divides"
+        if mesh.shape(world_size)[DATA_SHARD] % self.shard_factor:
+            return f"it needs a number of shards that {self.shard_factor} divides"
         return self.absent
 
 

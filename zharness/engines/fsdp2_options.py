@@ -143,6 +143,7 @@ OPTIONS_AT_STAGE_3 = {
         refuses=GROUPS_REMAIN,
         excludes=dict.fromkeys(("two_replicas", "all_reduce_last"), "each replica of two ranks has one shard"),
         world_size_factor=2,
+        shard_factor=2,
     ),
 }
 OPTIONS = {

@@ -62,6 +62,7 @@ def render_imported_program_script(
     head, ok = render_program_header(engine, version, program, outcome, signature, ScriptForm.IMPORTED)
     parsed = parse_program(str(program))
     settings = {each.name: getattr(program, each.name) for each in fields(Program)}
+    settings["mesh"] = program.mesh.label or parsed.mesh
     changed = {name: value for name, value in settings.items() if value != getattr(parsed, name)}
     arguments = [
         *(f"{name}={quote(value) if isinstance(value, str) else repr(value)}," for name, value in changed.items()),

@@ -116,8 +116,9 @@ def render_program_header(
 ) -> tuple[str, str]:
     """Return the script's docstring, and the line that the script prints if the law holds."""
     ok = f"repro: {quote(str(program))[1:-1]} on {engine} at stage {program.stage} OK."
+    ranks = f"{program.world_size} ranks{f' on the mesh {program.mesh.label}' if program.mesh.sizes else ''}"
     head = render_docstring(
-        title=f"A small program goes wrong on {engine} {version} at stage {program.stage}, {program.world_size} ranks"
+        title=f"A small program goes wrong on {engine} {version} at stage {program.stage}, {ranks}"
         f"{''.join(f', {name}' for name in program.options)}.",
         engine=engine,
         version=version,

@@ -17,6 +17,7 @@ from zharness.engines import Capabilities, registry
 from zharness.engines.warm_up import build_warm_up_environment
 from zharness.errors import WorldError
 from zharness.law_kit.rank_actions import shared_folder
+from zharness.mesh import Mesh
 from zharness.run.claims import probe_capabilities
 from zharness.run.observe_and_judge import judge, observe
 from zharness.run.program_runner import judge_programs, observe_programs
@@ -54,9 +55,9 @@ def run_cell(cell_id: str, seed: int, signature: str, ok: str) -> int:
     return run_and_judge(cell.engine, cell.stage, observe_cell, ScriptEnding(signature, ok))
 
 
-def run_program(engine: str, text: str, signature: str, ok: str, **settings: Any) -> int:
-    """Run and judge a program as ``run_cell`` does a cell; ``settings`` are fields of Program."""
-    program = replace(parse_program(text), **settings)
+def run_program(engine: str, text: str, signature: str, ok: str, mesh: str = "", **settings: Any) -> int:
+    """Run and judge a program as ``run_cell`` does a cell; ``settings`` are further fields of Program."""
+    program = replace(parse_program(text), mesh=Mesh.parse(mesh), **settings)
 
     def observe_it(folder: str, claims: Capabilities) -> RankTask:
         """Run the program on this rank, and return the task that judges the evidence."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,9 @@ from zharness.engines import Capabilities
 from zharness.engines.registry import split_release
 from zharness.engines.warm_up import GetEnvironment
 from zharness.errors import UsageError, ZHarnessError
+from zharness.export.imported_script import render_imported_program_script
 from zharness.export.program_script import render_judged_program_script, render_program_script
+from zharness.export.script_writer import Script
 from zharness.export.verify import REPRODUCED, RunScript
 from zharness.hunt.draw import PairCoverage
 from zharness.hunt.engine_coverage import EngineCoverage, make_measured_observer
@@ -26,12 +28,16 @@ from zharness.hunt.known import explain_changed_numbers, find_known
 from zharness.hunt.log import HuntLog, HuntState
 from zharness.hunt.space import Space
 from zharness.hunt.unreached import describe_unreached, read_functions
+from zharness.mesh import DEFAULT_MESH, Mesh
 from zharness.run.claims import get_engine_version
 from zharness.run.files import require_writable, unwritable_error, write_atomically
+from zharness.run.mesh_claims import explain_unclaimed_axes
 from zharness.run.program_runner import ProgramOutcome, ProgramRunner, observe_programs
 from zharness.run.record import Verdict
 from zharness.workload.legal_programs import UNLIMITED_OUTPUTS
 from zharness.workload.programs import Act, LayerKind, Mark, Program
+
+RenderProgram = Callable[[str, str, Program, ProgramOutcome, Capabilities], Script]
 
 LOG_NAME = "hunt.jsonl"
 ARCS_FOLDER = "coverage"
@@ -43,9 +49,10 @@ ALL_STAGES = (0, 1, 2, 3)
 class HuntOptions:
     """The options of a hunt.
 
-    Without ``stages``, all stages that the engine claims are drawn. ``output`` is the folder of the scripts and, unless
-    ``jsonl`` names another file, of the log. With ``trust_records``, failures that are recorded already are known.
-    With ``measures_engine``, the branches of the engine that draws reach are measured, and guide further draws.
+    Without ``stages``, all stages that the engine claims are drawn, on ``mesh``. ``output`` is the folder of the
+    scripts and, unless ``jsonl`` names another file, of the log. With ``trust_records``, failures that are recorded
+    already are known. With ``measures_engine``, the branches of the engine that draws reach are measured, and guide
+    further draws.
     """
 
     limits: HuntLimits
@@ -60,6 +67,7 @@ class HuntOptions:
     trust_records: bool = True
     timeout: float = 30.0
     measures_engine: bool = False
+    mesh: Mesh = DEFAULT_MESH
 
 
 def run_hunt(engine: str, options: HuntOptions, get_environment: GetEnvironment, run_script: RunScript | None) -> int:
@@ -126,19 +134,8 @@ def prepare_folder(folder: Path, jsonl: Path) -> None:
 
 
 def build_space(engine: str, options: HuntOptions, runner: ProgramRunner) -> Space:
-    """Return the space of draws. Raises UsageError for a stage, dtype or name that the engine does not know."""
-    claims_at: dict[int, Capabilities] = {}
-    for stage in options.stages or ALL_STAGES:
-        claims = runner.claims(engine, stage) if options.stages or not claims_at else get_claims(runner, engine, stage)
-        if claims is not None and claims.absent:
-            raise UsageError(f"{engine} cannot be built here: {claims.absent}")
-        if claims is not None and stage in claims.stages:
-            claims_at[stage] = claims
-        elif options.stages:
-            known = sorted(claims.stages) if claims is not None else []
-            raise UsageError.unknown_name(f"stage of {engine}", str(stage), [str(at) for at in known])
-    if not claims_at:
-        raise UsageError(f"{engine} claims none of the stages {', '.join(map(str, ALL_STAGES))}")
+    """Return the space of draws. Raises UsageError for a stage, mesh, dtype or name that the engine does not know."""
+    claims_at = collect_claims(engine, options, runner)
     dtypes = sorted(set().union(*(claims.dtypes for claims in claims_at.values())), key=["fp32", "bf16", "fp16"].index)
     for dtype in options.dtypes:
         if dtype not in dtypes:
@@ -155,6 +152,7 @@ def build_space(engine: str, options: HuntOptions, runner: ProgramRunner) -> Spa
         options.dtypes or tuple(dtypes),
         options.excluded_names,
         options.max_outputs,
+        options.mesh,
     )
     if not space.stages:
         reasons = "; ".join(
@@ -162,6 +160,30 @@ def build_space(engine: str, options: HuntOptions, runner: ProgramRunner) -> Spa
         )
         raise UsageError(f"no program can be judged on {engine} at these stages: {reasons}")
     return space
+
+
+def collect_claims(engine: str, options: HuntOptions, runner: ProgramRunner) -> dict[int, Capabilities]:
+    """Return what ``engine`` claims on the mesh at each stage to draw.
+
+    Raises UsageError for a stage that it does not have, and if it claims the mesh at no stage or not at a named one.
+    """
+    claims_at, unclaimed = dict[int, Capabilities](), ""
+    for stage in options.stages or ALL_STAGES:
+        claims = runner.claims(engine, stage) if options.stages or not claims_at else get_claims(runner, engine, stage)
+        if claims is not None and claims.absent:
+            raise UsageError(f"{engine} cannot be built here: {claims.absent}")
+        if claims is not None and stage in claims.stages:
+            unclaimed = explain_unclaimed_axes(engine, options.mesh, claims)
+            if not unclaimed:
+                claims_at[stage] = claims.on_mesh(options.mesh)
+            elif options.stages:
+                raise UsageError(unclaimed)
+        elif options.stages:
+            known = sorted(claims.stages) if claims is not None else []
+            raise UsageError.unknown_name(f"stage of {engine}", str(stage), [str(at) for at in known])
+    if not claims_at:
+        raise UsageError(unclaimed or f"{engine} claims none of the stages {', '.join(map(str, ALL_STAGES))}")
+    return claims_at
 
 
 def get_claims(runner: ProgramRunner, engine: str, stage: int) -> Capabilities | None:
@@ -185,6 +207,7 @@ def describe_settings(engine: str, version: str, options: HuntOptions, space: Sp
         "outputs": space.max_outputs,
         "options": {str(stage): space.list_options(stage) for stage in space.stages},
         **({"coverage": True} if options.measures_engine else {}),
+        **({"mesh": options.mesh.label} if options.mesh.sizes else {}),
     }
 
 
@@ -216,9 +239,7 @@ def export_group(
     )
     path = folder / f"{stem.strip('_')}.py"
     verified = ""
-    # A short script has its own engine, which knows no options of an adapter, and compares less than the judge.
-    renderers = (render_judged_program_script,) if group.smallest.options else (render_program_script,)
-    for render in dict.fromkeys((*renderers, render_judged_program_script)):
+    for render in choose_renderers(group.smallest):
         try:
             script = render(engine, version, group.smallest, group.outcome, claims)
         except ZHarnessError as error:
@@ -231,6 +252,15 @@ def export_group(
         if result.verdict == REPRODUCED:
             break
     return path.name, verified
+
+
+def choose_renderers(program: Program) -> tuple[RenderProgram, ...]:
+    """Return the functions that write ``program`` as a script, of which the first one whose script shows it counts."""
+    if program.mesh.sizes:  # which no script without zharness builds
+        return (render_imported_program_script,)
+    if program.options:  # a short script has its own engine, which knows no options of an adapter
+        return (render_judged_program_script,)
+    return render_program_script, render_judged_program_script  # a short script compares less than the judge
 
 
 def describe_progress(state: HuntState) -> str:

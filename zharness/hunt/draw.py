@@ -175,6 +175,7 @@ def attempt_program(space: Space, random: Random, wanted: tuple[Value, ...]) -> 
         reduction="sum" if may_sum(claims, world_size) and random.random() < 1 / 8 else "mean",
         window_owner=owner,
         options=options,
+        mesh=space.mesh,
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from zharness.hunt.causes import AlarmCause, find_cause
+from zharness.mesh import DEFAULT_MESH
 from zharness.run.program_runner import ProgramOutcome, format_program_command
 from zharness.workload.programs import SOURCE_KINDS, LayerKind, Program, Verb
 
@@ -39,9 +40,10 @@ class AlarmGroup:
     def has_cause(self, cause: AlarmCause, smallest: Program) -> bool:
         """Return whether an alarm with this cause belongs to the group; ``smallest`` is its shrunk program.
 
-        Both the cause and the options of the shrunk program have to be those of the group.
+        The cause, the options and the mesh of the shrunk program have to be those of the group.
         """
-        return self.cause == cause and set(self.smallest.options) == set(smallest.options)
+        has_setting = set(self.smallest.options) == set(smallest.options) and self.smallest.mesh == smallest.mesh
+        return self.cause == cause and has_setting
 
     def explains(self, cause: AlarmCause, program: Program) -> bool:
         """Return whether ``program``, which is not shrunk, contains the smallest program and fails like it."""
@@ -50,8 +52,9 @@ class AlarmGroup:
     def describe(self, engine: str) -> str:
         """Describe the group in a few lines, with the command that runs its smallest program."""
         status = f"known ({self.known})" if self.known else "new"
-        options = ", ".join(self.smallest.options) or "no option"
-        where = f"stage {self.smallest.stage}, {self.smallest.world_size} ranks, {options}, {len(self.draws)} draws"
+        options, mesh = ", ".join(self.smallest.options) or "no option", self.smallest.mesh
+        ranks = f"{self.smallest.world_size} ranks{f' on the mesh {mesh.label}' if mesh.sizes else ''}"
+        where = f"stage {self.smallest.stage}, {ranks}, {options}, {len(self.draws)} draws"
         cause = textwrap.shorten(self.outcome.cause, MAX_CAUSE, placeholder=" ...")
         lines = [
             f"{self.number}. {status}: {self.outcome.verdict.value}; {where}",
@@ -65,11 +68,12 @@ class AlarmGroup:
 
 
 def contains_program(program: Program, smaller: Program) -> bool:
-    """Return whether ``program`` has the options, the window, the layers and, in order, the verbs of ``smaller``."""
+    """Return whether ``program`` has the settings, the layers and, in order, the verbs of ``smaller``."""
     has_settings = (
         set(smaller.options) <= set(program.options)
         and smaller.stage <= program.stage
         and smaller.world_size <= program.world_size
+        and smaller.mesh in (DEFAULT_MESH, program.mesh)
         and (smaller.window == 1 or (smaller.window, smaller.window_owner) == (program.window, program.window_owner))
         and smaller.dtype in ("fp32", program.dtype)
         and (smaller.clip is None or program.clip is not None)

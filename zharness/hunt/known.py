@@ -12,6 +12,7 @@ from zharness.hunt.causes import normalize
 from zharness.hunt.space import window_name
 from zharness.hunt.symptoms import find_symptom
 from zharness.law_kit.setting import SEPARATOR, Setting, split_settings
+from zharness.mesh import DEFAULT_MESH
 from zharness.releases.repros import ReproVerdict, load_catalogue
 from zharness.run.expected_failures import (
     NUMBER,
@@ -102,7 +103,8 @@ def covers_program(entry: ExpectedFailure, program: Program, options: tuple[str,
         (entry.world_sizes, program.world_size),
         (entry.dtypes, program.dtype),
     )
-    is_covered = all(not allowed or value in allowed for allowed, value in narrowed)
+    has_mesh = any(map(program.mesh.has_axes, entry.meshes or (DEFAULT_MESH.label,)))
+    is_covered = has_mesh and all(not allowed or value in allowed for allowed, value in narrowed)
     named = {*split_settings(entry.engine_variants)}
     names_setting = bool(named & {*options}) if options else not named or names_window(entry, program)
     return is_covered and names_setting and entry.applies_to_version(version)

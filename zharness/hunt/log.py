@@ -10,6 +10,7 @@ from typing import Any
 
 from zharness.errors import UsageError
 from zharness.hunt.groups import AlarmGroup
+from zharness.mesh import Mesh
 from zharness.run.files import unwritable_error
 from zharness.run.program_runner import ProgramOutcome
 from zharness.run.record import Verdict
@@ -144,14 +145,16 @@ class HuntLog:
 
 def program_as_json(program: Program) -> dict[str, Any]:
     """Return the text of ``program`` and its settings as a dictionary that JSON can represent."""
-    settings = {key: value for key, value in asdict(program).items() if key not in ("layers", "verbs")}
-    return {"text": str(program), **settings}
+    settings = {key: value for key, value in asdict(program).items() if key not in ("layers", "verbs", "mesh")}
+    on_mesh = {"mesh": program.mesh.label} if program.mesh.sizes else {}
+    return {"text": str(program), **settings, **on_mesh}
 
 
 def read_program(fields: Mapping[str, Any]) -> Program:
     """Return the program that ``program_as_json`` wrote. Raises UsageError for a text that is not a program."""
     settings = {key: value for key, value in fields.items() if key != "text"}
     settings["options"] = tuple(settings["options"])
+    settings["mesh"] = Mesh.parse(settings.get("mesh", ""))
     return parse_program(fields["text"], Program((), (), **settings))
 
 

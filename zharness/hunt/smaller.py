@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from zharness.hunt.space import Space
 from zharness.law_kit.program_features import explain_unsupported
+from zharness.mesh import DATA_SHARD, DEFAULT_MESH, REPLICATE, Mesh
 from zharness.run.record import Verdict
 from zharness.workload.legal_programs import legal_verbs, smaller_programs
 from zharness.workload.programs import Program
@@ -67,11 +68,27 @@ def iter_simpler_settings(space: Space, program: Program) -> Iterator[Program]:
         yield replace(program, optimizer="sgd")
     if program.dtype != "fp32":
         yield replace(program, dtype="fp32")
-    yield from (replace(program, world_size=size) for size in range(1, program.world_size))
+    yield from iter_fewer_copies(program)
+    sizes = (size for size in range(1, program.world_size) if not program.mesh.explain_misfit(size))
+    yield from (replace(program, world_size=size) for size in sizes)
     for stage in space.stages:
         options = space.complete_options(stage, drawn)
         if stage < program.stage and options is not None:
             yield replace(program, stage=stage, options=options)
+
+
+def iter_fewer_copies(program: Program) -> Iterator[Program]:
+    """Yield ``program`` with fewer copies of the same shards, first one, and then with as many ranks and no mesh.
+
+    What fails without the mesh has no cause of the mesh's own.
+    """
+    if not program.mesh.sizes:
+        return
+    shards = program.mesh.shape(program.world_size)[DATA_SHARD]
+    for copies in range(1, program.mesh.size(REPLICATE)):
+        mesh = Mesh(((REPLICATE, copies),)) if copies > 1 else DEFAULT_MESH
+        yield replace(program, mesh=mesh, world_size=copies * shards)
+    yield replace(program, mesh=DEFAULT_MESH)
 
 
 def with_window(space: Space, program: Program, window: int) -> Program:

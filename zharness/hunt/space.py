@@ -10,6 +10,7 @@ from itertools import combinations
 from zharness.engines import Capabilities
 from zharness.engines.options import find_exclusion
 from zharness.law_kit.setting import OWNER_FEATURES, Setting
+from zharness.mesh import DEFAULT_MESH, Mesh
 from zharness.run.covering import WINDOWS
 from zharness.run.program_search import SearchOptions, repertoire_fields
 from zharness.workload.legal_programs import UNLIMITED_OUTPUTS, CallerLimits
@@ -39,10 +40,10 @@ class Repertoire:
 
 @dataclass(frozen=True)
 class Space:
-    """The values that draws may take for one engine.
+    """The values that draws may take for one engine on ``mesh``.
 
-    ``claims_at`` maps each stage to what the engine claims there. ``excluded_names`` are layers, verbs, marks and
-    options to leave out, and ``max_outputs`` limits the outputs that a program keeps for later backwards.
+    ``claims_at`` maps each stage to what the engine claims there on the mesh. ``excluded_names`` are layers, verbs,
+    marks and options to leave out, and ``max_outputs`` limits the outputs that a program keeps for later backwards.
     """
 
     engine: str
@@ -51,6 +52,7 @@ class Space:
     dtypes: tuple[str, ...]
     excluded_names: tuple[str, ...] = ()
     max_outputs: int = UNLIMITED_OUTPUTS
+    mesh: Mesh = DEFAULT_MESH
     _repertoires: dict[tuple[int, tuple[str, ...]], Repertoire] = field(default_factory=dict, compare=False)
 
     def list_options(self, stage: int) -> list[str]:

@@ -27,7 +27,8 @@ class Symptom:
     """A failure of programs that the reproduction with the id ``repro`` explains.
 
     ``text`` occurs in the cause. The program has a stage of ``stages``, a dtype of ``dtypes``, all of ``needs``, and
-    one of ``options`` unless that is empty; it may have further options.
+    one of ``options`` unless that is empty; it may have further options. It has no mesh, as no reproduction here needs
+    one: a smallest program that has a mesh fails for another reason.
     """
 
     engine: str
@@ -46,6 +47,7 @@ class Symptom:
         has_setting = (
             program.stage in self.stages and program.world_size >= self.min_world_size and program.dtype in self.dtypes
         )
+        has_setting = has_setting and not program.mesh.sizes
         has_option = not self.options or bool(self.options & set(program.options))
         return (
             self.engine == engine and has_setting and has_option and self.needs <= names and self.text in outcome.cause

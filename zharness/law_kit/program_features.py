@@ -36,14 +36,22 @@ MARK_FEATURES = {
 }
 
 
+def claims_for_program(program: Program, capabilities: Capabilities) -> Capabilities:
+    """Return the capabilities of an engine under the options and on the mesh of ``program``."""
+    return capabilities.with_options(program.options).on_mesh(program.mesh)
+
+
 def explain_unsupported(program: Program, capabilities: Capabilities) -> str:
     """Return the reason why an engine with these capabilities cannot run ``program``, or an empty string if it can."""
     if program.dtype not in capabilities.dtypes or program.stage not in capabilities.stages:
         return f"the engine does not support stage {program.stage} with dtype {program.dtype}"
-    unusable = explain_unusable_options(program, capabilities)
+    unclaimed = [axis for axis in program.mesh.axes if axis not in capabilities.mesh_axes]
+    if unclaimed:
+        return f"the engine does not claim the axis {unclaimed[0]} at stage {program.stage}"
+    unusable = explain_unusable_options(program, capabilities.on_mesh(program.mesh))
     if unusable:
         return unusable
-    capabilities = capabilities.with_options(program.options)
+    capabilities = claims_for_program(program, capabilities)
     if program.stage in capabilities.own_kernels:
         return (
             f"the engine's local gradients are not those of torch's kernels: {capabilities.own_kernels[program.stage]}"
@@ -67,7 +75,7 @@ def explain_unusable_options(program: Program, capabilities: Capabilities) -> st
     for name in program.options:
         if name not in options:
             raise UsageError.unknown_name("option of the engine at this stage", name, sorted(options))
-        refusal = options[name].refusal_at(program.world_size, program.dtype)
+        refusal = options[name].refusal_at(program.world_size, program.dtype, program.mesh)
         if refusal:
             return f"the option {name}: {refusal}"
     return find_exclusion({name: options[name] for name in program.options})

@@ -112,7 +112,7 @@ def reason_setting_not_stated(law: Law, cell: Cell, capabilities: Capabilities) 
             return f"{cell.engine} cannot have the option {name} on a mesh with the axis {axis}"
         option = known[name]
         if refusal := (
-            option.refusal_at(cell.world_size, cell.storage_dtype)
+            option.refusal_at(cell.world_size, cell.storage_dtype, cell.mesh)
             or option.refusal_in(cell.law, cell.variant, cell.model)
             or option.refusal_beside(law.get_variant(cell.variant).schedules)
         ):

@@ -17,7 +17,7 @@ from zharness.engines.options import merge_options
 from zharness.errors import UsageError
 from zharness.law_kit.judge_context import stop_at_first_mismatch
 from zharness.law_kit.program_executor import observe_program
-from zharness.law_kit.program_features import explain_unsupported
+from zharness.law_kit.program_features import claims_for_program, explain_unsupported
 from zharness.law_kit.program_judge import judge_program
 from zharness.laws import DTYPES, LOSS_SCALES, JudgeContext
 from zharness.parity.baseline import Baseline
@@ -66,6 +66,7 @@ def format_program_command(engine: str, programs: Sequence[Program]) -> str:
     """Return the shell command that runs ``programs`` on ``engine`` again."""
     first = programs[0]
     axes = f"--engine {shlex.quote(engine)} --stage {first.stage} --world-size {first.world_size}"
+    axes += f" --mesh {first.mesh.label}" if first.mesh.sizes else ""
     rest = f"--dtype {first.dtype} --optimizer {first.optimizer}"
     rest += f" --clip {first.clip}" if first.clip is not None else ""
     rest += f" --window {first.window}" if first.window > 1 else ""
@@ -91,9 +92,10 @@ def observe_programs(engine: str, programs: Sequence[Program], evidence_dir: str
             dtype=program.dtype,
             loss_scale=LOSS_SCALES[program.dtype],
             options=program_options(program, capabilities),
+            mesh=program.mesh,
         )
         folder = program_evidence_dir(evidence_dir, number)
-        claims = capabilities.with_options(program.options)
+        claims = claims_for_program(program, capabilities)
         ctx = observe_and_judge.build_rank_context(
             engine, program_model_spec(program.layers), SEED, config, claims, folder
         )
@@ -130,7 +132,8 @@ def program_evidence_dir(evidence_dir: str, number: int) -> Path:
 def build_program_baseline(program: Program) -> Baseline:
     """Return the plain PyTorch model that ``program`` is compared with."""
     dtype, scale = DTYPES[program.dtype], LOSS_SCALES[program.dtype]
-    return Baseline(program_model_spec(program.layers), SEED, program.world_size, dtype, scale)
+    data_size = program.mesh.data_size(program.world_size)
+    return Baseline(program_model_spec(program.layers), SEED, data_size, dtype, scale)
 
 
 def run_plain_models(programs: Sequence[Program]) -> None:
@@ -140,15 +143,15 @@ def run_plain_models(programs: Sequence[Program]) -> None:
     """
     for program in programs:
         baseline = build_program_baseline(program)
-        for rank in range(program.world_size):
+        for rank in range(baseline.data_size):
             baseline.run_rank(rank, 0)
 
 
 def build_program_judge_context(program: Program, evidence_dir: Path, capabilities: Capabilities) -> JudgeContext:
     """Read the evidence of ``program`` from ``evidence_dir``, and combine it with its baseline."""
     baseline = build_program_baseline(program)
-    claims = capabilities.with_options(program.options)
-    return observe_and_judge.build_judge_context(baseline, evidence_dir, program.dtype, claims)
+    claims = claims_for_program(program, capabilities)
+    return observe_and_judge.build_judge_context(baseline, evidence_dir, program.dtype, claims, mesh=program.mesh)
 
 
 class ProgramRunner:
@@ -220,7 +223,7 @@ class ProgramRunner:
             self.timeout,
             group=Group.REUSED,
             isolation=isolation,
-            pool=f"stage {stage}",
+            pool=f"stage {stage} {programs[0].mesh.label}",
         )
         observed = self._server.submit(observe_task)
         if observed.cause is not None:

@@ -11,6 +11,8 @@ from zharness.engines import Capabilities
 from zharness.engines.protocol import Feature
 from zharness.errors import HarnessFault, UsageError
 from zharness.law_kit.program_features import ACT_FEATURES, LAYER_FEATURES, MARK_FEATURES
+from zharness.mesh import DEFAULT_MESH, Mesh
+from zharness.run.mesh_claims import require_mesh
 from zharness.run.program_runner import ProgramOutcome, ProgramRunner, format_program_command
 from zharness.run.record import Verdict
 from zharness.workload.legal_programs import UNLIMITED_OUTPUTS, CallerLimits, ProgramBatch, smaller_batches
@@ -25,9 +27,9 @@ T = TypeVar("T", LayerKind, Act, Mark)
 class SearchOptions:
     """The options of a search, which draws ``batches`` batches of programs from ``seed``.
 
-    Programs are drawn for all ``stages``, ``world_sizes`` and ``dtypes``. Two options exclude a known bug from the
-    search: ``excluded_names`` are layers, verbs and marks that programs must not use, and ``max_outputs`` limits the
-    outputs that a program keeps for backward at once.
+    Programs are drawn for all ``stages``, ``world_sizes`` and ``dtypes`` on ``mesh``. Two options exclude a known bug
+    from the search: ``excluded_names`` are layers, verbs and marks that programs must not use, and ``max_outputs``
+    limits the outputs that a program keeps for backward at once.
     """
 
     stages: Sequence[int]
@@ -37,6 +39,7 @@ class SearchOptions:
     seed: int = 0
     excluded_names: Sequence[str] = ()
     max_outputs: int = UNLIMITED_OUTPUTS
+    mesh: Mesh = DEFAULT_MESH
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class SearchResult:
 def search_programs(runner: ProgramRunner, engine: str, options: SearchOptions) -> SearchResult:
     """Run programs until one fails, then smaller ones until no smaller one fails in the same way.
 
-    Raises UsageError if Hypothesis is not installed or the engine does not claim the requested dtypes. Raises
+    Raises UsageError if Hypothesis is not installed or the engine does not claim the requested mesh or dtypes. Raises
     HarnessFault if the harness itself failed.
     """
     try:
@@ -75,8 +78,12 @@ def search_programs(runner: ProgramRunner, engine: str, options: SearchOptions) 
             f"Hypothesis draws the programs, and cannot be imported ({error}); pip install hypothesis"
         ) from error
 
+    claims_at = {stage: runner.claims(engine, stage) for stage in options.stages}
+    for claims in claims_at.values():
+        require_mesh(engine, options.mesh, options.world_sizes, claims)
     repertoires = {
-        stage: Repertoire(**repertoire_fields(options, runner.claims(engine, stage))) for stage in options.stages
+        stage: Repertoire(**repertoire_fields(options, claims.on_mesh(options.mesh)))
+        for stage, claims in claims_at.items()
     }
     outcomes: dict[ProgramBatch, ProgramOutcome] = {}
 
@@ -97,7 +104,7 @@ def search_programs(runner: ProgramRunner, engine: str, options: SearchOptions) 
         deadline=None,
         suppress_health_check=[*HealthCheck],
     )
-    batches = program_batches(repertoires, options.world_sizes, BATCH_SIZE)
+    batches = program_batches(repertoires, options.world_sizes, BATCH_SIZE, options.mesh)
     try:
         failing = find(batches, fails, settings=hypothesis_settings, random=Random(options.seed))  # noqa: S311 - draws examples
     except NoSuchExample:

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from zharness.mesh import DEFAULT_MESH, Mesh
+
 
 class LayerKind(Enum):
     """The kinds of layers. ``x`` and ``tokens`` begin a model; all others map (samples, width) to (samples, width)."""
@@ -169,6 +171,7 @@ class Program:
       divides by their number.
     - ``reduction`` is ``mean`` or ``sum``.
     - ``options`` are names of options of the engine, which it claims.
+    - ``mesh`` has the axes beside data parallelism, which copy weights and split no layer.
     """
 
     layers: tuple[Layer, ...]
@@ -182,6 +185,7 @@ class Program:
     reduction: str = "mean"
     window_owner: str = ENGINE
     options: tuple[str, ...] = ()
+    mesh: Mesh = DEFAULT_MESH
 
     @property
     def caller_divisor(self) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
+from zharness.mesh import DEFAULT_MESH, Mesh
 from zharness.workload.legal_programs import NO_LIMITS, CallerLimits, legal_layers, legal_verbs
 from zharness.workload.programs import (
     ALLOWED_MARKS,
@@ -51,11 +52,15 @@ class Repertoire:
 
 @st.composite
 def program_batches(
-    draw: st.DrawFn, repertoires: Mapping[int, Repertoire], world_sizes: Sequence[int], programs: int
+    draw: st.DrawFn,
+    repertoires: Mapping[int, Repertoire],
+    world_sizes: Sequence[int],
+    programs: int,
+    mesh: Mesh = DEFAULT_MESH,
 ) -> tuple[Program, ...]:
     """Draw a batch of programs that the same ranks run, all with the same stage, world size, dtype and optimizer.
 
-    ``repertoires`` maps each stage to its repertoire. ``programs`` is the number of programs.
+    ``repertoires`` maps each stage to its repertoire on ``mesh``. ``programs`` is the number of programs.
     """
     stage = draw(st.sampled_from(sorted(repertoires)))
     world_size = draw(st.sampled_from(list(world_sizes)))
@@ -66,7 +71,7 @@ def program_batches(
         st.lists(verb_phrases(repertoire), min_size=2, max_size=MAX_PHRASES).map(flatten_phrases),
     )
     return tuple(
-        Program(tuple(layers), legal_verbs(layers, verbs, repertoire.limits), stage, world_size, *setting)
+        Program(tuple(layers), legal_verbs(layers, verbs, repertoire.limits), stage, world_size, *setting, mesh=mesh)
         for layers, verbs in draw(st.lists(models_and_verbs, min_size=programs, max_size=programs))
     )
 

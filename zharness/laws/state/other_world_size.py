@@ -35,10 +35,10 @@ PARTS = {"params": Part.GATHER, "masters": Part.OPTIMIZER, "state": Part.OPTIMIZ
 
 def count_fewer_ranks(ctx: RankContext) -> int:
     """Return the size of the smaller world: one rank less, or what mesh and options allow."""
-    options = ctx.capabilities.engine_options
-    factor = math.lcm(
-        ctx.config.mesh.smallest_world, *(options[name].world_size_factor for name in ctx.setting.options)
-    )
+    smallest = ctx.config.mesh.smallest_world
+    options = [ctx.capabilities.engine_options[name] for name in ctx.setting.options]
+    of_options = (math.lcm(option.world_size_factor, smallest * option.shard_factor) for option in options)
+    factor = math.lcm(smallest, *of_options)
     return max(factor, (ctx.world_size - 1) // factor * factor)
 
 

@@ -1,0 +1,36 @@
+"""Decide on which meshes programs can be judged: on those whose axes copy weights and split no layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zharness.errors import UsageError
+from zharness.laws import find_laws
+from zharness.mesh import REPLICATE, Mesh
+from zharness.run.mesh_claims import has_cells_on, needs_mesh
+from zharness.world.limits import check_world_size
+
+
+def require_program_mesh(engine: str, mesh: Mesh, world_sizes: Sequence[int]) -> None:
+    """Raise UsageError for a mesh on which no program is judged, or that one of ``world_sizes`` cannot form.
+
+    The weights of a program's layers are random. Where an axis splits a layer, the sums of its parts round in other
+    places than plain PyTorch's, so that every output would need a tolerance.
+    """
+    split = next((axis for axis in mesh.axes if axis != REPLICATE), "")
+    if split:
+        law, options = find_program_law(split), f"--engine {engine} --mesh {mesh.label} --seed N"
+        raise UsageError(
+            f"got the mesh {mesh.label}; programs have layers of random weights, and only sums of integers could be "
+            f"compared where {split} splits them; run: zharness check {law} {options}, "
+            "which draws programs on models of integers"
+        )
+    for size in world_sizes:
+        check_world_size(size)
+        mesh.shape(size)  # raises UsageError if the mesh does not fit
+
+
+def find_program_law(axis: str) -> str:
+    """Return the name of the first law that draws programs on models that ``axis`` splits exactly."""
+    on_meshes = (law for law in find_laws(()) if law.programs is not None and needs_mesh(law))
+    return next(law.name for law in on_meshes if has_cells_on(law, axis, ()))
