@@ -26,6 +26,7 @@ CELLS = {
     "pipeline.training[torch_pp-zero0-w2.pp2-fp32-skips-zbv]": Verdict.PASS,
     "pipeline.training[torch_pp-zero0-w4.pp4-fp32-masked_chain-1f1b]": Verdict.PASS,
     "pipeline.unequal_micro_batches[torch_pp-zero0-w2.pp2-fp32-skips-large_first]": Verdict.PASS,
+    "pipeline.unequal_micro_batches[torch_pp-zero0-w2.pp2-fp32-chain-large_first_zbv]": Verdict.PASS,
     "pipeline.unequal_micro_batches[torch_pp{fully_shard}-zero0-w4.pp2-fp32-chain-small_first]": Verdict.PASS,
     "pipeline.unequal_micro_batches[torch_pp-zero0-w4.pp2-fp32-odd_chain-small_first]": Verdict.CRASH,
     "pipeline.windows[torch_pp-zero0-w2.pp2-fp32-chain-accumulated]": Verdict.FAIL,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from zharness.parity.baseline import Baseline, run_local
+from zharness.workload import Batch
 
 
 def untie(model: nn.Module, name: str) -> list[str]:
@@ -31,13 +32,21 @@ def compute_use_means(
 
     ``params`` are the weights (None: the initial ones), and ``data_ranks`` the data ranks (None: all).
     """
+    ranks = range(baseline.data_size) if data_ranks is None else data_ranks
+    return average_uses(baseline, name, [[baseline.batch(rank, step) for rank in ranks] for step in steps], params)
+
+
+def average_uses(
+    baseline: Baseline, name: str, rows: Iterable[Sequence[Batch]], params: Mapping[str, Tensor] | None = None
+) -> list[Tensor]:
+    """Return the gradients of each use of a weight, stacked over ``rows``; means over the batches of each of these."""
     means = []
-    for step in steps:
-        rows = []
-        for rank in range(baseline.data_size) if data_ranks is None else data_ranks:
+    for row in rows:
+        grads = []
+        for batch in row:
             model = baseline.build_module(params)
             uses = untie(model, name)
-            grads = run_local(model, baseline.batch(rank, step), baseline.objective).grads
-            rows.append(torch.stack([grads[use] for use in uses]))
-        means.append(torch.stack(rows).mean(dim=0))
+            own = run_local(model, batch, baseline.objective).grads
+            grads.append(torch.stack([own[use] for use in uses]))
+        means.append(torch.stack(grads).mean(dim=0))
     return list(torch.stack(means, dim=1))

@@ -12,18 +12,22 @@ from torch import Tensor
 
 from zharness.engines.protocol import Feature
 from zharness.errors import RoundedScenarioError
+from zharness.law_kit.hints import add_hint
 from zharness.law_kit.integer_gradients import hint_integer_gradients
 from zharness.law_kit.integer_steps import BIAS_SIGNS
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Variant
 from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_step, judge_step
 from zharness.law_kit.rank_context import RankContext
+from zharness.law_kit.tied_uses import average_uses
 from zharness.laws.pipeline import (
+    DIVIDED_BY_TWO_STAGES_HINT,
     MASKED_MODEL,
     MICRO_BATCHES,
     MODELS,
     SCHEDULES,
     compare_micro_losses,
+    is_divided_by_two_stages,
     pipeline_law,
     require_schedule,
     select_schedule,
@@ -42,6 +46,7 @@ from zharness.workload.models import SAMPLES
 UNEQUAL = ((2, 4, 1, 2), (4, 2, 1, 1), (1, 2, 4, 4))
 EQUAL = ((SAMPLES,) * MICRO_BATCHES,)
 ODD_MODEL = "odd_chain"  # the outputs of a stage have another shape than its inputs
+FEWEST_ON_TENSOR = 2  # batches, of both sizes; the weights of a third one may need more bits than float32 has
 Sizes = Sequence[Sequence[int]]  # of the micro-batches of a batch, for the data coordinates in turn
 
 
@@ -75,13 +80,14 @@ class Batches:
 
 WITHIN_A_BATCH: Sequence[Sizes] = tuple(map(begin_with, range(len(UNEQUAL))))
 LARGE_FIRST, SMALL_FIRST = alternate(SAMPLES, SAMPLES // 2), alternate(SAMPLES // 2, SAMPLES)
+IN_A_V = ("dualpipev", "zbv")  # schedules in which the first rank has the first and the last stage
 BATCHES: Mapping[str, Batches] = {
     **{schedule: Batches(WITHIN_A_BATCH, schedule) for schedule in SCHEDULES},
     "after_equal": Batches((EQUAL, begin_with(0), EQUAL)),
     "large_first": Batches(LARGE_FIRST),
     "small_first": Batches(SMALL_FIRST),
-    **{f"large_first_{schedule}": Batches(LARGE_FIRST, schedule) for schedule in ("1f1b", "dualpipev")},
-    "small_first_dualpipev": Batches(SMALL_FIRST, "dualpipev"),
+    **{f"large_first_{schedule}": Batches(LARGE_FIRST, schedule) for schedule in ("1f1b", "interleaved", *IN_A_V)},
+    **{f"small_first_{schedule}": Batches(SMALL_FIRST, schedule) for schedule in IN_A_V},
 }
 
 
@@ -119,6 +125,7 @@ def judge_unequal_micro_batches(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare losses and gradients with plain PyTorch's on each micro-batch, and the steps by the optimizer's formula.
 
     A batch has the mean gradient of its micro-batches, whatever their sizes: each loss is a mean over its own samples.
+    On tp nothing is compared from the third batch on if a sum of it is rounded.
     """
     for number, sizes in enumerate(BATCHES[ctx.variant].sizes):
         weights = ctx.rank_records("params", number)[0]
@@ -126,12 +133,31 @@ def judge_unequal_micro_batches(ctx: JudgeContext) -> Iterator[Comparison]:
         micros = [[run_plain(ctx, batch, weights) for batch in row] for row in zip(*columns, strict=True)]
         exact = certify_batch(ctx, [batch for column in columns for batch in column], weights)
         if TENSOR in ctx.mesh.axes and not exact:
-            raise RoundedScenarioError(f"a sum of batch {number} is rounded, so no engine with tp can be judged by it")
+            if number < FEWEST_ON_TENSOR:
+                raise RoundedScenarioError(f"a sum of batch {number} is rounded: no engine with tp can be judged by it")
+            return
         yield from compare_micro_losses(ctx, micros, number)
         for comparison in ctx.compare_reduced_grads("grads", micros, number, exact):
-            yield hint_integer_gradients(ctx, comparison, columns, weights, number)
+            explained = hint_integer_gradients(ctx, comparison, columns, weights, number)
+            yield hint_two_stages(ctx, explained, columns, weights, number)
         yield from judge_step(ctx, BIAS_SIGNS, ctx.rank_records("grads", number)[0], RecordedStep(number))
         yield from compare_ranks_after_step(ctx, RecordedStep(number + 1))
+
+
+def hint_two_stages(
+    ctx: JudgeContext,
+    comparison: Comparison,
+    columns: Sequence[Sequence[Batch]],
+    weights: Mapping[str, Tensor],
+    number: int,
+) -> Comparison:
+    """Add a hint to a mismatch of a tied weight whose gradient in batch ``number`` two stages divided."""
+    mismatch = comparison.mismatch
+    if mismatch is None:
+        return comparison
+    uses = average_uses(ctx.baseline, mismatch.parameter, zip(*columns, strict=True), weights)
+    grad = ctx.rank_records("grads", number)[mismatch.seen_on][mismatch.parameter]
+    return add_hint(comparison, DIVIDED_BY_TWO_STAGES_HINT) if is_divided_by_two_stages(grad, uses) else comparison
 
 
 def list_batches(ctx: JudgeContext, number: int, sizes: Sizes, data_coordinate: int) -> list[Batch]:

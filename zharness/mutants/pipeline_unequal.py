@@ -165,6 +165,7 @@ class ReadsTheEndOfALargerBuffer(RunsEachAlone):
     on_unequal(Part.FORWARD, "chain", "loss*", variant="large_first"),
     on_unequal(Part.FORWARD, "odd_chain", "loss*", variant="small_first"),
     on_unequal(Part.FORWARD, "skips", "loss*", variant="large_first_1f1b", world_size=4),
+    on_unequal(Part.FORWARD, "odd_chain", "loss*", variant="small_first_zbv"),
     origin=Origin.MESH,
 )
 class KeepsTheSizesOfTheFirstBatch(OverPipeline):
