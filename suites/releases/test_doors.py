@@ -75,6 +75,7 @@ def invoke_cli(*arguments: str) -> Result:
         ("releases deepspeed 0.16.4 0.17.0 --mesh tp2", "deepspeed==0.17.0 does not claim the axis tp .*: cp, ep$"),
         ("releases deepspeed 0.18.8 --mesh ep2 --stage 3", "does not claim the axis ep"),
         ("compare fsdp2 fsdp2 --mesh ep2", "fsdp2 does not claim the axis ep"),
+        ("compare deepspeed==0.17.0 deepspeed --mesh tp2", "deepspeed==0.17.0 does not claim the axis tp"),
         ("compare deepspeed==0.18.8 deepspeed --mesh tp2 --check training.grads --model conv", "has no plan"),
         ("bisect deepspeed mesh.norm --mesh tp2 --good 0.19.8 --bad 0.16.4", "deepspeed==0.16.4 does not claim .* tp"),
         (

@@ -84,7 +84,8 @@ def add_cell_options(command: Callable[..., int]) -> Callable[..., int]:
             type=NameChoice(["fresh", "pooled"]),
             default="pooled",
             show_default=True,
-            help="fresh: fork new ranks for every cell. pooled: reuse ranks for the cells of one release and stage.",
+            help="fresh: fork new ranks for every cell. pooled: reuse ranks for the cells of one release and stage "
+            "(fsdp2: of all stages).",
         ),
         click.option(
             "--jobs", type=IntegerRange(1), help="Number of cells to run at the same time; by default one per core."

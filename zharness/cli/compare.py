@@ -81,7 +81,8 @@ def compare(
 
     cell_options, user_failures = CellOptions(**options), read_expected_failures(expected_failures)
     request = (cell_options.build_change_request if commit else cell_options.build_request)(checks)
-    request = require_mesh_of_any((base, change), request)
+    for engine in (base, change):  # a side without the mesh would have no cell to compare
+        request = require_mesh_of_any((engine,), request)
     for engine in (base, change):
         prepare_rank_environment(engine)  # raises before the other side has run for a minute
     changes = ChangeSelection(commit, reach_file) if commit is not None and reach_file is not None else None

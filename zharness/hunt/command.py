@@ -169,7 +169,8 @@ def collect_claims(engine: str, options: HuntOptions, runner: ProgramRunner) -> 
     """
     claims_at, unclaimed = dict[int, Capabilities](), ""
     for stage in options.stages or ALL_STAGES:
-        claims = runner.claims(engine, stage) if options.stages or not claims_at else get_claims(runner, engine, stage)
+        is_first = not (claims_at or unclaimed)  # an engine that can be built at no stage raises its reason
+        claims = runner.claims(engine, stage) if options.stages or is_first else get_claims(runner, engine, stage)
         if claims is not None and claims.absent:
             raise UsageError(f"{engine} cannot be built here: {claims.absent}")
         if claims is not None and stage in claims.stages:

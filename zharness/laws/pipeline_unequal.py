@@ -174,11 +174,13 @@ def run_plain(ctx: JudgeContext, batch: Batch, weights: Mapping[str, Tensor]) ->
 def certify_batch(ctx: JudgeContext, batches: Sequence[Batch], weights: Mapping[str, Tensor]) -> Exactness:
     """Return whether the gradients of ``batches`` at ``weights``, and their mean, are exact.
 
-    The terms of the mean are integers over its number times the samples of the largest micro-batch.
+    The number of terms is a power of two. If an engine divides each term, the terms are integers over their number
+    times the samples of the largest micro-batch, and their sum is no larger than a term. If it divides the sum, the
+    sum is as many times larger, and its terms are integers over the samples alone. Both need the same bits.
     """
     baseline, terms, dtype = ctx.baseline, len(batches), max(ctx.dtype, ctx.reduce_dtype, key=unit_roundoff)
     certificates = [
-        certify_sums(baseline, [(batch, baseline.objective)], dtype, terms**2 * SAMPLES // batch.num_samples, weights)
+        certify_sums(baseline, [(batch, baseline.objective)], dtype, terms * SAMPLES // batch.num_samples, weights)
         for batch in batches
     ]
     return next((each for each in (division_exactness(terms), *certificates) if not each), Exactness(True))

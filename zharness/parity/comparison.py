@@ -93,7 +93,7 @@ class Mismatch:
         return f"{sentence}; {self.hint}" if self.hint else sentence
 
     def _describe_distance(self) -> str:
-        """Return the distance in ULPs, or an empty string if one number is not finite or the ULPs are of float64."""
+        """Return the distance in ULPs, or '' if a number is not finite, or further away than any two of float32."""
         return f"{self.ulps} ULP apart, " if 0 <= self.ulps <= MAX_STATED_ULPS else ""
 
 

@@ -31,7 +31,7 @@ def count_cells_run(records: Sequence[Record]) -> list[str]:
     expected = [record for record in run if record.verdict is Verdict.CONTRACT or record.expected_failure]
     exact = sum(record.tier == EXACT for record in passed)
     return [
-        ", ".join(map(str, sorted({record.cell.stage for record in records}))),
+        ", ".join(map(str, sorted({record.cell.stage for record in run}))),
         str(len({record.cell.law for record in run})),
         str(len(run)),
         str(len(passed)),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from zharness.engines import capabilities
 from zharness.errors import UsageError
 from zharness.laws import find_laws
 from zharness.mesh import REPLICATE, Mesh
-from zharness.run.mesh_claims import has_cells_on, needs_mesh
+from zharness.names import STAGES
+from zharness.run.mesh_claims import explain_unclaimed_axes, has_cells_on, needs_mesh
 from zharness.world.limits import check_world_size
 
 
@@ -19,7 +21,10 @@ def require_program_mesh(engine: str, mesh: Mesh, world_sizes: Sequence[int]) ->
     """
     split = next((axis for axis in mesh.axes if axis != REPLICATE), "")
     if split:
-        law, options = find_program_law(split), f"--engine {engine} --mesh {mesh.label} --seed N"
+        require_claimed_axes(engine, mesh)
+        sizes = [size for size in world_sizes if not mesh.explain_misfit(size)] or [mesh.smallest_world]
+        ranks = ",".join(map(str, sizes))
+        law, options = find_program_law(split), f"--engine {engine} --world-size {ranks} --mesh {mesh.label} --seed N"
         raise UsageError(
             f"got the mesh {mesh.label}; programs have layers of random weights, and only sums of integers could be "
             f"compared where {split} splits them; run: zharness check {law} {options}, "
@@ -28,6 +33,14 @@ def require_program_mesh(engine: str, mesh: Mesh, world_sizes: Sequence[int]) ->
     for size in world_sizes:
         check_world_size(size)
         mesh.shape(size)  # raises UsageError if the mesh does not fit
+
+
+def require_claimed_axes(engine: str, mesh: Mesh) -> None:
+    """Raise UsageError if ``engine`` is known to claim an axis of ``mesh`` at no stage."""
+    known = [claims for stage in STAGES if (claims := capabilities(engine, stage)) is not None]
+    reasons = [explain_unclaimed_axes(engine, mesh, claims) for claims in known]
+    if reasons and all(reasons):
+        raise UsageError(reasons[-1])
 
 
 def find_program_law(axis: str) -> str:

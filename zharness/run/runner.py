@@ -262,8 +262,8 @@ class Runner:
     ) -> Record:
         """Run the cell on ranks, judge the evidence, and name the module where a local divergence begins."""
         claims = self.claims(cell.engine, cell.stage)
-        # An engine changes global state of its process, and DeepSpeed keeps the first process group for good: only
-        # cells of one engine, stage, engine variant and model share ranks. The judge's process never imports an engine.
+        # An engine changes global state of its process, and DeepSpeed keeps the first process group for good: only the
+        # cells of one pool (rank_pool) share ranks. The judge's process never imports an engine.
         observe_task = RankTask(
             self._observe,
             (cell, self.seed, str(evidence_dir), claims, options),
