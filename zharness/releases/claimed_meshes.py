@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 
-from zharness import engines
 from zharness.cell import Cell, is_cell_id
 from zharness.engines import Capabilities
 from zharness.errors import UsageError
-from zharness.names import STAGES
 from zharness.run import Request
+from zharness.run.claims import list_known_claims
 from zharness.run.mesh_claims import UnclaimedAxes, require_mesh_at_some_stage
 
 
@@ -38,16 +36,6 @@ def split_by_mesh(request: Request) -> Iterator[Request]:
         yield request
     for cell in map(Cell.parse, names):
         yield replace(request, stages=(cell.stage,), world_sizes=(cell.world_size,), mesh=cell.mesh)
-
-
-def list_known_claims(engine: str, stages: Sequence[int]) -> list[Capabilities]:
-    """Return what ``engine`` claims at each of ``stages``, or at all stages, as far as that is known without it."""
-    found = list[Capabilities]()
-    for stage in stages or STAGES:
-        with suppress(UsageError):  # a missing engine or checkout is reported when it is to be run
-            claims = engines.capabilities(engine, stage)
-            found += [claims] if claims is not None and stage in claims.stages else []
-    return found
 
 
 def find_mesh_error(engine: str, request: Request, claims: Sequence[Capabilities]) -> UsageError | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from zharness.engines import Capabilities, EngineConfig, registry
 from zharness.engines.protocol import CallForm
 from zharness.errors import UnknownStage, UsageError
 from zharness.law_kit.construction import construct_engine, require_gradients, require_initial_weights
+from zharness.names import STAGES
 from zharness.run.observe_and_judge import raise_as_usage_error
 from zharness.workload import model_spec
 from zharness.world import RankOutcome, RankServer
@@ -84,3 +85,13 @@ def probe_capabilities(engine: str, stage: int) -> Capabilities:
     with raise_as_usage_error(f"close() of engine {engine!r}"):
         built.close()
     return claims
+
+
+def list_known_claims(engine: str, stages: Sequence[int]) -> list[Capabilities]:
+    """Return what ``engine`` claims at each of ``stages``, or at all stages, as far as that is known without it."""
+    found = list[Capabilities]()
+    for stage in stages or STAGES:
+        with suppress(UsageError):  # a missing engine or checkout is reported when it is to be run
+            claims = engines.capabilities(engine, stage)
+            found += [claims] if claims is not None and stage in claims.stages else []
+    return found

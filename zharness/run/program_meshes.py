@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zharness.engines import capabilities
 from zharness.errors import UsageError
 from zharness.laws import find_laws
 from zharness.mesh import REPLICATE, Mesh
-from zharness.names import STAGES
-from zharness.run.mesh_claims import explain_unclaimed_axes, has_cells_on, needs_mesh
+from zharness.run.claims import list_known_claims
+from zharness.run.mesh_claims import has_cells_on, needs_mesh, require_mesh_at_some_stage
 from zharness.world.limits import check_world_size
 
 
@@ -37,10 +36,8 @@ def require_program_mesh(engine: str, mesh: Mesh, world_sizes: Sequence[int]) ->
 
 def require_claimed_axes(engine: str, mesh: Mesh) -> None:
     """Raise UsageError if ``engine`` is known to claim an axis of ``mesh`` at no stage."""
-    known = [claims for stage in STAGES if (claims := capabilities(engine, stage)) is not None]
-    reasons = [explain_unclaimed_axes(engine, mesh, claims) for claims in known]
-    if reasons and all(reasons):
-        raise UsageError(reasons[-1])
+    if claims := list_known_claims(engine, ()):
+        require_mesh_at_some_stage(engine, mesh, (), claims)
 
 
 def find_program_law(axis: str) -> str:
