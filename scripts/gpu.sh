@@ -37,7 +37,8 @@ and told. The sections after steps run a few laws. ZHARNESS_GPU_LAWS names other
 spaces; 'all' runs every law everywhere.
 
 Ranks share a GPU if there are fewer GPUs than ranks. Needs torch with CUDA. Other packages that are missing are
-installed into OUTPUT_FOLDER/packages, from the folder of wheels that ZHARNESS_GPU_WHEELS names if it is set.
+installed into OUTPUT_FOLDER/packages. If ZHARNESS_GPU_WHEELS names a folder, all wheels there are installed, DeepSpeed's
+too, and nothing from elsewhere.
 ZHARNESS_DEVICE=cpu with ZHARNESS_BACKEND=staged tries the script without a GPU. The default folder is gpu-results.
 The exit code is 1 if a section failed to run, and 0 even if laws do not hold: the page shows them.
 HELP
@@ -165,7 +166,8 @@ section_fused_adam() {  # the build takes longer than a cell may, so that it is 
         echo "fused_adam: left out, as DeepSpeed or nvcc is missing"
         return
     fi
-    run fused_adam_build python3 -c "$build"
+    run fused_adam_build env CPLUS_INCLUDE_PATH="$(find_cuda_headers)${CPLUS_INCLUDE_PATH:+:$CPLUS_INCLUDE_PATH}" \
+        python3 -c "$build"
     limit=$((limit - SECONDS + began))
     check fused_adam "${side_laws[@]}" --engine deepspeed --variant fused_adam --depth 1 --jobs 8
 }
@@ -185,19 +187,35 @@ finish() {  # also if the script is cut: what was recorded is kept
     exit "$failed"
 }
 
-install_missing_packages() {  # what pyproject.toml names and this python3 lacks, beside torch
-    local missing source=()
+install_packages() {  # the wheels of ZHARNESS_GPU_WHEELS, and what pyproject.toml names and this python3 lacks, beside torch
+    local missing wheels=() pip=(python3 -m pip install --quiet --no-deps --target "$out/packages")
+    if [ -n "${ZHARNESS_GPU_WHEELS:-}" ]; then
+        mapfile -t wheels < <(find "$ZHARNESS_GPU_WHEELS" -maxdepth 1 -name '*.whl')
+        [ "${#wheels[@]}" -gt 0 ] || { echo "gpu.sh: ZHARNESS_GPU_WHEELS names $ZHARNESS_GPU_WHEELS, which has no wheel" >&2; exit 2; }
+        [ -d "$out/packages" ] || "${pip[@]}" --no-index "${wheels[@]}" || {
+            echo "gpu.sh: the wheels in $ZHARNESS_GPU_WHEELS cannot be installed; see docs/gpu.md" >&2
+            exit 2
+        }
+        pip+=(--no-index)
+    fi
     mapfile -t missing < <(python3 "$here/missing_packages.py")
     [ "${#missing[@]}" -gt 0 ] || return 0
-    [ -z "${ZHARNESS_GPU_WHEELS:-}" ] || source=(--no-index --find-links "$ZHARNESS_GPU_WHEELS")
-    python3 -m pip install --quiet --no-deps --target "$out/packages" "${source[@]}" "${missing[@]}" || {
+    "${pip[@]}" "${missing[@]}" || {
         echo "gpu.sh: these packages cannot be installed: ${missing[*]}; see docs/gpu.md" >&2
         exit 2
     }
 }
 
+find_cuda_headers() {  # the headers of the CUDA libraries that torch came with, which a small CUDA toolkit lacks
+    python3 -c '
+import sysconfig
+from pathlib import Path
+folders = Path(sysconfig.get_path("purelib")).glob("nvidia/*/include")
+print(*(str(folder) for folder in folders if (folder / "cusparse.h").is_file()), sep=":")'
+}
+
 export PYTHONPATH="$(cd "$here/.." && pwd):$(cd "$out" && pwd)/packages${PYTHONPATH:+:$PYTHONPATH}"
-install_missing_packages
+install_packages
 trap finish EXIT
 trap 'failed=1; exit' INT TERM
 for section in "${sections[@]}"; do

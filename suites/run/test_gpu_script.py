@@ -32,7 +32,8 @@ def run_script(folder: Path, *sections: str, **variables: str) -> subprocess.Com
     stand_in.parent.mkdir(exist_ok=True)
     (stand_in.parent / "nvcc").touch(mode=0o755)
     stand_in.write_text(
-        f'#!/bin/sh\ncase "$*" in *missing_packages.py*) exit ;; *gpu_results.py*) exec {sys.executable} "$@" ;; '
+        f'#!/bin/sh\n[ -z "$NOTES" ] || echo "$@" >>"$NOTES"\n'
+        f'case "$*" in *missing_packages.py*) exit ;; *gpu_results.py*) exec {sys.executable} "$@" ;; '
         '*"mutants import"*) [ -z "$NO_NAMES" ] && printf "%s\\n" reads_early '
         "forwards_in_tf32 backwards_in_tf32; exit ;; "
         '*bench_gpu.py*) [ -z "$BREAKS" ] || exit 1 ;; *" check "*) [ -z "$BREAKS" ] || exit 1 ;; esac\necho "said"\n'
@@ -200,6 +201,52 @@ def test_missing_packages_are_those_that_the_project_names(monkeypatch: pytest.M
     assert not any(requirement.startswith(("torch", "click")) for requirement in missing)
     monkeypatch.undo()
     assert not script.is_installed("no-such-package>=1")
+
+
+def test_all_wheels_of_the_folder_are_installed(tmp_path: Path) -> None:
+    wheels, notes = tmp_path / "wheels", tmp_path / "notes"
+    wheels.mkdir()
+    variables = {"ZHARNESS_GPU_WHEELS": str(wheels), "NOTES": str(notes)}
+    done = run_script(tmp_path, "doctor", **variables)
+    assert done.returncode == 2
+    assert done.stderr.strip() == f"gpu.sh: ZHARNESS_GPU_WHEELS names {wheels}, which has no wheel"
+    for name in ("deepspeed", "hjson"):
+        (wheels / f"{name}-1-py3-none-any.whl").touch()
+    assert run_script(tmp_path, "doctor", **variables).returncode == 0
+    [command] = [line for line in notes.read_text().splitlines() if " pip " in line]
+    assert "--no-index" in command.split()
+    assert {Path(word).name.split("-")[0] for word in command.split() if word.endswith(".whl")} == {
+        "deepspeed",
+        "hjson",
+    }
+
+
+# What a machine sees that has a clone and no installed zharness.
+HIDE_ZHARNESS = """
+import importlib.metadata
+
+find = importlib.metadata.Distribution.from_name
+
+def from_name(name):
+    if name == "zharness":
+        raise importlib.metadata.PackageNotFoundError(name)
+    return find(name)
+
+importlib.metadata.Distribution.from_name = from_name
+"""
+
+
+def test_a_clone_that_is_not_installed_has_the_reference_engine(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(HIDE_ZHARNESS)
+    path = os.pathsep.join((str(tmp_path), str(SCRIPTS.parent)))
+    command = [sys.executable, "-m", "zharness", "check", "training.grads[reference-zero3-w2-fp32-mlp]"]
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    hidden = [sys.executable, "-c", "from importlib.metadata import version; version('zharness')"]
+    done = subprocess.run(hidden, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    assert "PackageNotFoundError" in done.stderr, "zharness was not hidden"
 
 
 def test_step_times_are_measured_on_ranks_and_a_problem_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 
+from zharness import __version__
+
 
 class PoolScope(Enum):
     """Which cells of an engine share a pool of ranks: those of one stage, or those of all stages."""
@@ -43,7 +45,12 @@ class EngineInfo:
         return self.distribution.replace("-", "_")
 
     def version(self) -> str | None:
-        """Return the installed version of the engine's package, or None if the package is not installed."""
+        """Return the installed version of the engine's package, or None if the package is not installed.
+
+        An engine of zharness itself has the version of the code that runs: a clone on PYTHONPATH is not installed.
+        """
+        if self.distribution == "zharness":
+            return __version__
         return _installed_version(self.distribution, tuple(sys.path))
 
 
