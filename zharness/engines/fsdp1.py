@@ -20,12 +20,15 @@ from zharness.engines.fsdp1_checkpoint import FullStates, full_state_format
 from zharness.engines.fsdp1_tensors import flat_layout, keep_original_names, measure_resources, sum_gradients, unwrap
 from zharness.engines.fsdp2_deferred import initial_state_on_rank0
 from zharness.engines.fsdp_groups import BLOCK, GROUPING_OPTIONS, LEAF, ROOT, select_group_modules
+from zharness.engines.loss_scaling import build_sharded_scaler
 from zharness.engines.protocol import Capabilities, EngineConfig, EngineOption, Feature, Reduction
 from zharness.engines.torch_engine import (
     AUTOCAST_OPTION,
+    LOW_PRECISION_DTYPES,
     TORCH_REFUSES,
     EngineAdapter,
     TorchEngine,
+    claim_autocast_scaler,
     do_nothing,
     identity,
     leaf_parameters,
@@ -99,8 +102,8 @@ VARIANTS = {
     "inputs_cast": EngineOption({"cast_forward_inputs": True}, changes_numbers="under bf16 more inputs are rounded"),
     "reduced_in_fp32": EngineOption(
         {"reduce_dtype": "fp32"},
-        reduce_dtypes={"bf16": "fp32"},
-        changes_numbers="under bf16 gradients are summed in fp32",
+        reduce_dtypes={"bf16": "fp32", "fp16": "fp32"},
+        changes_numbers="under bf16 and fp16 gradients are summed in fp32",
     ),
     "reduced_in_bf16": EngineOption(
         {"reduce_dtype": "bf16"},
@@ -139,13 +142,13 @@ VARIANTS_OF_SHARDS = {
     ),
 }
 # bf16 is ``MixedPrecision(param_dtype=torch.bfloat16)``: weights are all-gathered and gradients reduced in bf16; the
-# shards that the optimizer updates, and their gradients, stay fp32.
-PARAM_DTYPES = {"fp32": None, "bf16": torch.bfloat16}
-REDUCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# shards that the optimizer updates, and their gradients, stay fp32. fp16 is the same, and a ShardedGradScaler.
+PARAM_DTYPES = {"fp32": None, **LOW_PRECISION_DTYPES}
+REDUCE_DTYPES = {"fp32": torch.float32, **LOW_PRECISION_DTYPES}
 CAPABILITIES = Capabilities(
     stages=frozenset({0, 2, 3}),
     dtypes=frozenset(PARAM_DTYPES),
-    refuses=REFUSES,
+    refuses=claim_autocast_scaler(REFUSES),
     variants=VARIANTS,
     own_model={"grouping": BLOCK},
 )
@@ -165,7 +168,7 @@ OPTIONS = {
     **GROUPING_OPTIONS,
     **PASSED_ON,
     **POLICY,
-    "reduce_dtype": "'fp32' or 'bf16': the dtype in which gradients are reduced; default that of the weights",
+    "reduce_dtype": "'fp32', 'bf16' or 'fp16': the dtype in which gradients are reduced; default that of the weights",
     "backward_prefetch": "'pre' (default), 'post' or 'none': when backward all-gathers the next group",
     "optimizer_state_offload": "offload_to_cpu of FullOptimStateDictConfig, torch's default; default false",
     "replicas": "shard over world size / replicas ranks and replicate over this many, as HYBRID_SHARD does",
@@ -207,6 +210,7 @@ def factory(model: nn.Module, config: EngineConfig) -> FSDP1Engine:
         drop_gradients=do_nothing,
         release=partial(unwrap, model),
         compute_dtype=PARAM_DTYPES[config.dtype],
+        build_scaler=build_sharded_scaler,
         checkpoint_format=full_state_format(states),
         measure_resources=partial(measure_resources, wrapped, params),
     )
@@ -365,7 +369,7 @@ class FSDP1Engine(TorchEngine):
         with self._wrapped.summon_full_params(self._wrapped, writeback=False, with_grads=True):
             # Frozen parameters that share a FlatParameter with others have zeros, which no optimizer step uses.
             return {
-                name: snapshot(param.grad)
+                name: self._scaler.unscale(snapshot(param.grad))
                 for name, param in self._adapter.params.items()
                 if param.grad is not None and param.requires_grad
             }

@@ -51,6 +51,7 @@ from zharness.engines.torch_engine import (
     EngineAdapter,
     TorchEngine,
     call_each,
+    claim_autocast_scaler,
     do_nothing,
     leaf_parameters,
     register_all_reduce_hooks,
@@ -127,7 +128,7 @@ IS_TORCH_SUPPORTED = Version(torch.__version__).release >= (2, 8)
 CAPABILITIES = Capabilities(
     stages=frozenset({2, 3}),
     dtypes=frozenset(PARAM_DTYPES),
-    refuses=REFUSES,
+    refuses=claim_autocast_scaler(REFUSES),
     variants=OPTIONS_AT_EVERY_STAGE,
     absent="" if IS_TORCH_SUPPORTED else explain_unsupported_torch(torch.__version__),
     own_model={"grouping": BLOCK},  # the usual grouping of large models
@@ -142,7 +143,7 @@ CAPABILITIES = Capabilities(
 def capabilities_at(stage: int) -> Capabilities:
     """Return CAPABILITIES with the features that FSDP2 refuses at ``stage``, and with the options of that stage."""
     if stage == 2:
-        return replace(CAPABILITIES, refuses={**REFUSES, **STAGE_2_REFUSES})
+        return replace(CAPABILITIES, refuses={**CAPABILITIES.refuses, **STAGE_2_REFUSES})
     return replace(CAPABILITIES, variants={**OPTIONS_AT_EVERY_STAGE, **OPTIONS_AT_STAGE_3})
 
 

@@ -18,7 +18,7 @@ from zharness.engines.fsdp_groups import GROUPING_OPTIONS, ROOT
 from zharness.engines.gpu_options import GPU_OPTIONS, NO_GPU, shared_options
 from zharness.engines.protocol import EngineConfig, EngineOption, Feature, Reduction
 from zharness.engines.torch_access import BY_STATE_DICT, TENSOR_ACCESS
-from zharness.engines.torch_engine import AUTOCAST_OPTION
+from zharness.engines.torch_engine import AUTOCAST_OPTION, LOW_PRECISION_DTYPES
 from zharness.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 DOCUMENTATION = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
 # bf16 is ``MixedPrecisionPolicy(param_dtype=torch.bfloat16)``: weights are all-gathered and gradients reduced in bf16;
-# the shards that the optimizer updates, and their gradients, stay fp32.
-PARAM_DTYPES = {"fp32": None, "bf16": torch.bfloat16}
-NAMED_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# the shards that the optimizer updates, and their gradients, stay fp32. fp16 is the same, with a GradScaler.
+PARAM_DTYPES = {"fp32": None, **LOW_PRECISION_DTYPES}
+NAMED_DTYPES = {"fp32": torch.float32, **LOW_PRECISION_DTYPES}
 # On gloo, reduce_scatter with ReduceOp.AVG returns the sum on torch 2.8 and the mean on 2.13. Releases in between were
 # not tested; summing and dividing afterwards is correct on all of them.
 GLOO_REDUCES_BY_MEAN = Version(torch.__version__).release >= (2, 13)
@@ -92,8 +92,12 @@ OPTIONS_AT_EVERY_STAGE: dict[str, EngineOption] = {
     ),
     "reduced_in_fp32": EngineOption(
         {"reduce_dtype": "fp32"},
-        reduce_dtypes={"bf16": "fp32", "fp32": "fp32"},  # the second is about float64 weights in a model of fp32
-        changes_numbers="under bf16 gradients are summed in fp32",
+        reduce_dtypes={
+            "bf16": "fp32",
+            "fp16": "fp32",
+            "fp32": "fp32",
+        },  # the last is about float64 weights in a model of fp32
+        changes_numbers="under bf16 and fp16 gradients are summed in fp32",
     ),
     "reduced_in_bf16": EngineOption(
         {"reduce_dtype": "bf16"},
@@ -155,8 +159,8 @@ OPTIONS = {
     PIN_MEMORY: "CPUOffloadPolicy: pin the memory of offloaded shards, from which a GPU copies beside its computation; "
     "default true on a GPU",
     "cast_forward_inputs": "MixedPrecisionPolicy: cast a module's inputs to the dtype of its weights; default true",
-    "output_dtype": "'fp32' or 'bf16': MixedPrecisionPolicy: cast the outputs of modules; default no cast",
-    "reduce_dtype": "'fp32' or 'bf16': the dtype in which gradients are reduced; default that of the weights",
+    "output_dtype": "'fp32', 'bf16' or 'fp16': MixedPrecisionPolicy: cast the outputs of modules; default no cast",
+    "reduce_dtype": "'fp32', 'bf16' or 'fp16': the dtype in which gradients are reduced; default that of the weights",
     "ignored_params": "do not shard 'unshardable' parameters (or true): those that fully_shard refuses; or 'vectors', "
     "those of one dimension; this adapter reduces them; default false",
     "forward_prefetch": "all-gather this many further groups in the forward of each; default 0",

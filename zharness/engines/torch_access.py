@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from zharness.engines.loss_scaling import LossScaler
 from zharness.errors import UsageError
 
 if TYPE_CHECKING:
@@ -28,11 +29,12 @@ class TorchTensorAccess:
     module: nn.Module
     _adapter: EngineAdapter
     _optimizer: torch.optim.Optimizer
+    _scaler: LossScaler
     _reads_state_dicts: bool
 
     def read_grad(self, name: str) -> Tensor | None:
         grad = self._adapter.params[name].grad
-        return None if grad is None else self._full_copy(grad)
+        return None if grad is None else self._scaler.unscale(self._full_copy(grad))
 
     def read_param(self, name: str) -> Tensor:
         return self._full_copy(self._model_state_dict()[name] if self._reads_state_dicts else self._param(name))
@@ -46,7 +48,7 @@ class TorchTensorAccess:
         param = self._adapter.params[name]
         if param.grad is None:  # no micro-batch of the step used the weight
             param.grad = torch.zeros_like(param)
-        copy_into(self._grad(name), value)
+        copy_into(self._grad(name), self._scaler.rescale(value))
 
     def write_param(self, name: str, value: Tensor) -> None:
         if not self._reads_state_dicts:
@@ -68,7 +70,7 @@ class TorchTensorAccess:
         set_optimizer_state_dict(self.module, self._optimizer, state_dict, options=_full_state_dict_options())
 
     def read_grad_shard(self, name: str) -> Tensor:
-        return copy_shard(reduce_partial_sums(self._grad(name)))
+        return self._scaler.unscale(copy_shard(reduce_partial_sums(self._grad(name))))
 
     def read_param_shard(self, name: str) -> Tensor:
         return copy_shard(self._param(name))
@@ -80,7 +82,7 @@ class TorchTensorAccess:
         param = self._adapter.params[name]
         # Written into a rank's partial sum, the value would be added to those of other ranks.
         param.grad = reduce_partial_sums(self._grad(name))
-        copy_into_shard(param.grad, value)
+        copy_into_shard(param.grad, self._scaler.rescale(value))
 
     def write_param_shard(self, name: str, value: Tensor) -> None:
         copy_into_shard(self._param(name), value)

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,13 +28,23 @@ FILE_NAME, FOLDER_NAME = "engine.pt", "engine"
 PARTIAL_SUFFIX, PREVIOUS_SUFFIX = ".partial", ".previous"
 
 
+class Schedule(Protocol):
+    """The state of a training beside weights and optimizer, as of a learning-rate schedule."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what ``state_dict`` returned."""
+
+
 @dataclass(frozen=True)
 class EngineState:
     """The content of a checkpoint: a model, its optimizer and the learning-rate schedule."""
 
     module: nn.Module
     optimizer: torch.optim.Optimizer
-    schedule: torch.optim.lr_scheduler.LambdaLR
+    schedule: Schedule
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zharness.engines import optimizers
+from zharness.engines.loss_scaling import BuildScaler, Progress, build_loss_scaler
 from zharness.engines.protocol import (
     Absent,
     AccumulationOwner,
@@ -63,6 +64,11 @@ TORCH_REFUSES: Mapping[Feature, str] = {
 }
 
 
+def claim_autocast_scaler(refuses: Mapping[Feature, str]) -> dict[Feature, str]:
+    """Return ``refuses`` of an engine whose adapter scales losses under torch.autocast in fp16."""
+    return {feature: reason for feature, reason in refuses.items() if feature is not Feature.AUTOCAST_SCALER}
+
+
 def replicated_optimizer_states(
     optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor]
 ) -> Mapping[str, Mapping[str, Any]]:
@@ -86,6 +92,7 @@ class EngineAdapter:
     - ``compute_dtype`` is the dtype in which the model computes, or None if that is the optimizer's dtype.
     - ``checkpoint_format`` saves and loads checkpoints; it is None if the engine does neither.
     - ``build_optimizer`` returns the optimizer.
+    - ``build_scaler`` returns the GradScaler of a caller who trains in fp16.
     - ``optimizer_states`` returns the optimizer's state by parameter name. It may be collective.
     - ``measure_resources`` returns the number of allocated bytes.
     """
@@ -100,6 +107,7 @@ class EngineAdapter:
     compute_dtype: torch.dtype | None = None
     checkpoint_format: CheckpointFormat | None = None
     build_optimizer: Callable[[Mapping[str, Tensor], OptimizerSpec], torch.optim.Optimizer] = optimizers.build
+    build_scaler: BuildScaler = torch.amp.GradScaler
     optimizer_states: Callable[[torch.optim.Optimizer, Mapping[str, Tensor]], Mapping[str, Mapping[str, Any]]] = (
         replicated_optimizer_states
     )
@@ -237,6 +245,7 @@ class TorchEngine(TorchTensorAccess):
         self._reads_state_dicts = config.options.get(TENSOR_ACCESS) == BY_STATE_DICT
         self._optimizer = adapter.build_optimizer(adapter.params, config.optimizer)
         self._schedule = optimizers.schedule(self._optimizer, config.optimizer)
+        self._scaler = build_loss_scaler(config, adapter.params, adapter.build_scaler)
         engine_owns = config.accumulation_owner is AccumulationOwner.ENGINE
         self._steps_per_window = config.accumulation_steps if engine_owns else 1
         self._micro_batches_counted = 0
@@ -251,16 +260,17 @@ class TorchEngine(TorchTensorAccess):
         self.scale(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
 
     def scale(self, loss: Tensor) -> Tensor:
-        return loss if self._steps_per_window == 1 else loss / self._steps_per_window
+        return self._scaler.scale(loss if self._steps_per_window == 1 else loss / self._steps_per_window)
 
     def step(self) -> None:
         self._micro_batches_counted += 1
         if self._micro_batches_counted < self._steps_per_window:
             return
+        self._scaler.prepare_step(self._optimizer)
         if self._clip is not None:
             self._last_grad_norm = self.clip_gradients(self._clip)
-        self._optimizer.step()
-        self._schedule.step()
+        if self._scaler.step(self._optimizer):
+            self._schedule.step()
         self._never_trained -= {name for name, param in self._adapter.params.items() if param.requires_grad}
         self._micro_batches_counted = 0
         if self._steps_per_window > 1:
@@ -282,7 +292,8 @@ class TorchEngine(TorchTensorAccess):
         return self._adapter.no_sync()
 
     def full_grads(self) -> dict[str, Tensor]:
-        return self._full_copies({name: p.grad for name, p in self._adapter.params.items() if p.grad is not None})
+        grads = {name: p.grad for name, p in self._adapter.params.items() if p.grad is not None}
+        return {name: self._scaler.unscale(grad) for name, grad in self._full_copies(grads).items()}
 
     def full_params(self) -> dict[str, Tensor]:
         """Return the parameters as the model computes with them, and those never trained so far as they are stored.
@@ -311,8 +322,8 @@ class TorchEngine(TorchTensorAccess):
 
     def observe(self) -> Observations:
         return Observations(
-            loss_scale=Absent("the loss scale belongs to the caller's torch.amp.GradScaler"),
-            skipped_steps=Absent("this engine never skips a step"),
+            loss_scale=self._scaler.read_scale(),
+            skipped_steps=self._scaler.skipped_steps,
             learning_rates=tuple(float(group["lr"]) for group in self._optimizer.param_groups),
             masters=self._full_masters()
             if self._adapter.compute_dtype
@@ -343,7 +354,7 @@ class TorchEngine(TorchTensorAccess):
 
     def _engine_state(self) -> EngineState:
         """Return the objects that a checkpoint saves and loads."""
-        return EngineState(self.module, self._optimizer, self._schedule)
+        return EngineState(self.module, self._optimizer, Progress(self._schedule, self._scaler))
 
     def _require_checkpoint_format(self, action: str) -> CheckpointFormat:
         """Return the checkpoint format. Raises UsageError with the refusal's reason if the engine has none."""

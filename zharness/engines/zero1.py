@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from zharness.engines import ddp, optimizers
 from zharness.engines.protocol import EngineConfig, Feature, OptimizerSpec
-from zharness.engines.torch_engine import TorchEngine, validate_config
+from zharness.engines.torch_engine import TorchEngine, claim_autocast_scaler, validate_config
 
 if TYPE_CHECKING:
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -30,7 +30,9 @@ REFUSED_FEATURES = {
         "(https://docs.pytorch.org/docs/stable/distributed.optim.html)"
     ),
 }
-CAPABILITIES = replace(ddp.CAPABILITIES, stages=frozenset({1}), refuses=REFUSED_FEATURES, variants=ddp.VARIANTS)
+CAPABILITIES = replace(
+    ddp.CAPABILITIES, stages=frozenset({1}), refuses=claim_autocast_scaler(REFUSED_FEATURES), variants=ddp.VARIANTS
+)
 
 
 def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:

@@ -18,6 +18,7 @@ from zharness.parity.bounds import mean_and_bound
 OLD_GRADIENT_ADDED_HINT = "the gradient that an earlier step used is added to it"
 MOVED_WITHOUT_GRADIENT_HINT = "the step moved a parameter that has no gradient"
 NO_STATE_HINT = "the engine has no such state"
+SCALED_HINT = "it is multiplied by the loss scale"
 UNREDUCED_PARTS_HINT = "each rank's part of the gradient is that rank's own, not reduced"
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zharness.engines.protocol import Absent, Engine, Feature
 from zharness.errors import EngineContractError
@@ -21,8 +22,8 @@ from zharness.law_kit.law import Variant
 from zharness.law_kit.rank_context import RankContext, scalar
 from zharness.laws.mesh import mesh_law
 from zharness.laws.precision.common import SGD
-from zharness.laws.precision.grad_scaler import SCALER_SETTINGS, Overflow, run_overflowing_forward
-from zharness.mesh import AXES, REPLICATE
+from zharness.laws.precision.grad_scaler import SCALER_SETTINGS, BadColumnGrad, Overflow, run_overflowing_forward
+from zharness.mesh import AXES, REPLICATE, TENSOR
 from zharness.parity import Comparison, Part, compare_bitwise, compare_ranks
 
 ON_THE_LAST, GOOD, ON_THE_FIRST, GOOD_AGAIN = STEPS = range(4)
@@ -64,11 +65,27 @@ def backward_with_overflow(ctx: RankContext, engine: Engine, step: int, overflow
         output = run_overflowing_forward(engine, batch.inputs, part, ctx.variant)
         ctx.backward(engine, ctx.spec.loss(output, batch.target), step, factor=factor)
         return
+    is_split = TENSOR in ctx.config.mesh.axes
+    hooks = [overflow_one_column(engine.module, 0 if ctx.rank == 0 else -1)] if overflows and is_split else []
     loss = ctx.loss(engine, step)
-    hooks = [overflow_one_matrix(engine.module)] if overflows else []
+    hooks += [overflow_one_matrix(engine.module)] if overflows and not is_split else []
     ctx.backward(engine, loss, step, factor=factor)
     for hook in hooks:
         hook.remove()
+
+
+def overflow_one_column(module: nn.Module, column: int) -> torch.utils.hooks.RemovableHandle:
+    """Let infinity be the gradient of a column of the first layer's output, and so of that row of its weight.
+
+    ``tp`` gives the first row to the first rank and the last row to the last. A hook on the weight would not be called
+    if the engine shards it, too.
+    """
+
+    def overflow(_module: nn.Module, _inputs: object, output: Tensor) -> Tensor:
+        """Return a copy of the output whose gradient has the column."""
+        return cast(Tensor, BadColumnGrad.apply(output, torch.inf, column))  # type: ignore[no-untyped-call]
+
+    return module.get_submodule("first").register_forward_hook(overflow)
 
 
 def overflow_one_matrix(module: nn.Module) -> torch.utils.hooks.RemovableHandle:

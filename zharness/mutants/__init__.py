@@ -29,6 +29,7 @@ from zharness.mutants import (  # noqa: F401 - each module registers its mutants
     evaluation_mode,
     float64_weights,
     full_tensors,
+    grad_scalers,
     gradient_norm,
     hooks,
     hysteresis,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from zharness.engines.protocol import Absent, AccumulationOwner, Engine, Feature
 from zharness.engines.tensor_access import require_read_out
 from zharness.law_kit.accumulation import judge_engine_divided_gradients
-from zharness.law_kit.hints import add_hint
+from zharness.law_kit.hints import SCALED_HINT, add_hint
 from zharness.law_kit.judge_context import JudgeContext, divide_loss_by
 from zharness.law_kit.law import Variant
 from zharness.law_kit.optimizer_step import (
@@ -37,7 +37,6 @@ from zharness.laws.access.common import (
 )
 from zharness.parity import Comparison, Part, compare_bitwise
 
-SCALED_HINT = "it is multiplied by the loss scale"
 CLIPPED, WINDOW = "clipped", "window"
 UNFROZEN = "unfrozen"  # the layer that is frozen when the engine is built is unfrozen before the first read
 THIRD = 1 / 3  # no narrow dtype holds it

@@ -17,6 +17,7 @@ from zharness.device import compute_device_type
 from zharness.engines.protocol import Absent, AccumulationOwner, Engine, Feature, OptimizerSpec
 from zharness.law_kit.clipping import judge_clip_factor
 from zharness.law_kit.engine_facts import collect_engine_facts
+from zharness.law_kit.hints import SCALED_HINT
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Variant
 from zharness.law_kit.optimizer_step import (
@@ -54,7 +55,11 @@ CONSECUTIVE_VARIANT = "consecutive_hysteresis"  # of two overflows without a goo
 LONG_WINDOW = 1000  # of good steps, after which the scale would grow
 MINIMUM_VARIANT, MINIMUM = "minimum", 48.0  # no power of two below the scale
 
-RESUMED_VARIANTS = (RESUMED_VARIANT, HYSTERESIS_RESUMED_VARIANT)
+# The forward runs under torch.autocast, with the weights in fp32.
+AUTOCAST, AUTOCAST_CLIPPED, AUTOCAST_RESUMED = AUTOCAST_VARIANTS = ("autocast", "autocast_clipped", "autocast_resumed")
+
+CLIPPED_VARIANTS = (CLIPPED_VARIANT, AUTOCAST_CLIPPED)
+RESUMED_VARIANTS = (RESUMED_VARIANT, HYSTERESIS_RESUMED_VARIANT, AUTOCAST_RESUMED)
 
 
 @dataclass(frozen=True)
@@ -95,34 +100,36 @@ SCALER_SETTINGS: Mapping[str, ScalerSettings] = {
     HYSTERESIS_RESUMED_VARIANT: fp16_settings(hysteresis=HYSTERESIS, growth_interval=LONG_WINDOW),
     CONSECUTIVE_VARIANT: fp16_settings(hysteresis=HYSTERESIS, growth_interval=LONG_WINDOW, is_consecutive=True),
     MINIMUM_VARIANT: fp16_settings(minimum=MINIMUM),
-    "autocast": ScalerSettings(
-        {"torch_autocast": {"enabled": True, "dtype": "fp16"}}, initial=2.0**16, growth_interval=2000
+    **dict.fromkeys(
+        AUTOCAST_VARIANTS,
+        ScalerSettings({"torch_autocast": {"enabled": True, "dtype": "fp16"}}, initial=2.0**16, growth_interval=2000),
     ),
 }
 
 
-class BadFirstColumnGrad(torch.autograd.Function):
-    """An autograd.Function that returns a copy of its input and fills the first column of its gradient with a value."""
+class BadColumnGrad(torch.autograd.Function):
+    """An autograd.Function that returns a copy of its input and fills one column of its gradient with a value."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, value: float) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, value: float, column: int) -> Tensor:
         """Return a copy of ``hidden``."""
-        ctx.value = value
+        ctx.value, ctx.column = value, column
         return hidden.clone()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        """Return the gradient with its first column replaced by the value."""
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        """Return the gradient with the column replaced by the value."""
         bad = grads[0].clone()
-        bad[:, 0] = ctx.value
-        return bad, None
+        bad[:, ctx.column] = ctx.value
+        return bad, None, None
 
 
 class Overflow(Enum):
     """The part of a rank's gradients that is infinite in one step.
 
-    With PART, only one row of the first layer and one element of its bias are infinite. If gradients are sharded, a
-    single rank owns these elements, so this rank has to tell the other ranks to skip the step.
+    With PART, only the last row of the first layer and the last element of its bias are infinite. If gradients are
+    sharded, a single rank owns these elements, also where both are in one flat tensor, so this rank has to tell the
+    other ranks to skip the step.
     """
 
     NONE = "none"
@@ -152,7 +159,7 @@ def run_overflowing_forward(
     if overflow_kind is not Overflow.PART:
         return model(inputs)
     value = torch.nan if variant == NAN_VARIANT else torch.inf
-    return model(inputs, transform=lambda hidden: BadFirstColumnGrad.apply(hidden, value))  # type: ignore[no-untyped-call]
+    return model(inputs, transform=lambda hidden: BadColumnGrad.apply(hidden, value, -1))  # type: ignore[no-untyped-call]
 
 
 def apply_loss_overflow(loss: Tensor, overflow_kind: Overflow, variant: str, module: nn.Module) -> Tensor:
@@ -170,10 +177,10 @@ def apply_loss_overflow(loss: Tensor, overflow_kind: Overflow, variant: str, mod
 def observe_scaler(ctx: RankContext) -> None:
     """Train steps, of which two overflow, and record loss scale, skipped steps and learning rates after each step.
 
-    The variant ``clipped`` clips the gradients, and records the norm of each step that did not overflow.
+    Variants of CLIPPED_VARIANTS clip the gradients, and record the norm of each step that did not overflow.
     """
     options = SCALER_SETTINGS[ctx.variant].options
-    clip = CLIP_NORM if ctx.variant == CLIPPED_VARIANT else None
+    clip = CLIP_NORM if ctx.variant in CLIPPED_VARIANTS else None
     window = get_window(ctx.variant)
     owner = AccumulationOwner.ENGINE if window > 1 else AccumulationOwner.CALLER
     engine = ctx.build_engine(
@@ -228,12 +235,13 @@ def save_and_resume(ctx: RankContext, engine: Engine, target: Engine) -> Engine:
 
 def has_finite_grads(ctx: JudgeContext, step: int, rank: int, scale: float) -> bool:
     """Return whether plain PyTorch's gradients of one rank's scaled loss are finite at the engine's weights."""
-    low = replace(ctx.baseline, dtype=ctx.dtype if ctx.variant == "autocast" else torch.float16)
+    is_autocast = ctx.variant in AUTOCAST_VARIANTS
+    low = replace(ctx.baseline, dtype=ctx.dtype if is_autocast else torch.float16)
     model, window = low.build_module(ctx.rank_records("params", step)[0]), get_window(ctx.variant)
     for micro in range(window):
         batch = ctx.baseline.batch(rank, step * window + micro)
         overflow = get_planned_overflow(step, rank, ctx.data_size, micro)
-        with torch.autocast(compute_device_type(), torch.float16, enabled=ctx.variant == "autocast"):
+        with torch.autocast(compute_device_type(), torch.float16, enabled=is_autocast):
             output = run_overflowing_forward(model, batch.inputs.to(low.dtype), overflow, ctx.variant)
         loss = apply_loss_overflow(low.objective(output, batch), overflow, ctx.variant, model)
         (loss * torch.tensor(scale / window)).backward()  # type: ignore[no-untyped-call]
@@ -283,7 +291,9 @@ def judge_scaler(ctx: JudgeContext) -> Iterator[Comparison]:
         if not finite:
             yield from compare_skipped_step(ctx, step)
         elif not settings.minimum:  # a scale that is no power of two rounds the gradients that it scales
-            clip_factor = yield from judge_clip_factor(ctx, "norm", step, grads, CLIP_NORM)
+            scaled = {name: grad * before for name, grad in grads.items()}
+            suspects = {SCALED_HINT: scaled}
+            clip_factor = yield from judge_clip_factor(ctx, "norm", step, grads, CLIP_NORM, suspects)
             yield from judge_step(ctx, SCHEDULED_ADAMW, grads, recorded_step, clip_factor)
         yield from compare_ranks_after_step(ctx, RecordedStep(step + 1, "masters"))
         yield from compare_published_weights(ctx, RecordedStep(step + 1, "masters"), "params")
@@ -326,7 +336,9 @@ LAWS = (
             ),
             Variant(HYSTERESIS_RESUMED_VARIANT, (Feature.LOSS_SCALER, Feature.CHECKPOINT)),
             Variant(NEGATIVE_VARIANT, (Feature.LOSS_SCALER, Feature.OUTSIDE_FORWARD)),
-            Variant("autocast", (Feature.AUTOCAST_SCALER,)),
+            Variant(AUTOCAST, (Feature.AUTOCAST_SCALER,)),
+            Variant(AUTOCAST_CLIPPED, (Feature.AUTOCAST_SCALER, Feature.CLIP)),
+            Variant(AUTOCAST_RESUMED, (Feature.AUTOCAST_SCALER, Feature.CHECKPOINT)),
         ),
         kept_because="the only law with overflows, skipped steps and a loss scale that changes",
         weights_stay_integers=True,  # steps are judged by the engine's own gradients, and overflows are infinities
