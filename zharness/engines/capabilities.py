@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from zharness.engines.option_keys import find_reason
+from zharness.engines.promises import BufferPromise, CallForm, WeightGathers
 from zharness.mesh import CONTEXT, DATA_SHARD, DEFAULT_MESH, EXPERT, REPLICATE, TENSOR, Mesh
 
 if TYPE_CHECKING:
@@ -87,32 +88,6 @@ class Feature(Enum):
     BATCHES_PER_STEP = "several calls of train_batch in one step"
     UNEQUAL_MICRO_BATCHES = "micro-batches of several sizes in one call of train_batch"
     SHARD_ACCESS = "reading and replacing this rank's shard of a gradient, weight or optimizer state"
-
-
-class CallForm(Enum):
-    """Who runs the forwards and backwards of a step, which is the form in which an engine is called."""
-
-    FORWARD_AND_BACKWARD = "a forward and a backward for each micro-batch, which the caller calls"
-    WHOLE_BATCH = "train_batch, which runs the forwards and backwards of all micro-batches of a step"
-    WHOLE_TRAINING = "train, which runs all batches and steps of a training"
-
-
-class BufferPromise(Enum):
-    """What an engine promises of the buffers that a training forward writes, such as running statistics.
-
-    The laws compare the buffers of each rank with those of plain PyTorch under the same promise: bitwise, or, if the
-    engine has its own kernels, floating-point buffers within the error of torch's kernels.
-    """
-
-    LOCAL = "each rank keeps the buffers that its own forwards wrote"
-    FROM_RANK_0 = "before each training forward, every rank takes the buffers of rank 0"
-
-
-class WeightGathers(Enum):
-    """How often a pipeline gathers the weights of a stage whose ranks have shards of them."""
-
-    ONCE = "once for each batch"
-    EACH_CALL = "once for each forward and each backward of a micro-batch"
 
 
 @dataclass(frozen=True)
