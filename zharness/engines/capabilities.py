@@ -118,6 +118,7 @@ class EngineOption:
       nothing, and does not set it.
     - ``schedules`` are the schedules of a pipeline beside which the option can be set; if empty, all.
     - ``gathers`` is how often a pipeline gathers weights while the option is set, or None if it changes nothing.
+    - ``sharded_dtypes`` are further dtypes of the model in which a pipeline has shards while the option is set.
     """
 
     options: Mapping[str, Any]
@@ -138,6 +139,7 @@ class EngineOption:
     models: frozenset[str] = frozenset()
     schedules: frozenset[str] = frozenset()
     gathers: WeightGathers | None = None
+    sharded_dtypes: frozenset[str] = frozenset()
 
     def refusal_beside(self, schedules: Sequence[str]) -> str:
         """Return the reason why the option cannot be set beside one of these schedules of a pipeline, or ''."""
@@ -233,6 +235,8 @@ class Capabilities:
     - ``stages_per_rank`` maps each of them with several stages on a rank of pp to their number.
     - ``micro_batches_per_rank`` maps each of them that needs more than one micro-batch to the fewest for a rank of pp.
     - ``gathers`` is how often a pipeline gathers the weights of a stage at most.
+    - ``sharded_dtypes`` are the dtypes of the model in which the ranks of a pipeline's stage have a shard each of its
+      weights at stage 0, too, as in ``fully_shard``. In the others each of them has whole weights there, as in DDP.
     - ``refuses_models`` maps each model of the workload that the engine cannot be built around to the reason.
     - ``joined_options`` is the number of options that a setting of a covering array joins, at least 2. With more, the
       array has fewer cells; but an option with a bug hides what the options beside it would show.
@@ -274,6 +278,7 @@ class Capabilities:
     stages_per_rank: Mapping[str, int] = field(default_factory=dict)
     micro_batches_per_rank: Mapping[str, int] = field(default_factory=dict)
     gathers: WeightGathers = WeightGathers.EACH_CALL
+    sharded_dtypes: frozenset[str] = frozenset()
     refuses_models: Mapping[str, str] = field(default_factory=dict)
 
     def refusal(self, feature: Feature) -> str | None:
@@ -366,4 +371,5 @@ class Capabilities:
             variants=variants,
             replicas=replicas,
             gathers=next((option.gathers for option in chosen if option.gathers), self.gathers),
+            sharded_dtypes=self.sharded_dtypes.union(*(option.sharded_dtypes for option in chosen)),
         )
