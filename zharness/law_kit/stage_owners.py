@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor
 
@@ -18,6 +17,7 @@ from zharness.parity import Comparison, Part, compare_bitwise
 
 IN_STAGES = "this is the number of coordinates of pp whose ranks own a part of the weight by layout()"
 IN_ORDER = "this is the coordinate of pp whose ranks own the weight by layout(); the first stages go up along pp"
+IN_MODULE = "this is a coordinate of pp whose ranks own a part of the weight by layout(); those of its modules do not"
 OTHER_CLAIMS = (
     "so it is with shards, which the engine does not claim at stage 0 in this dtype (Capabilities.sharded_dtypes)",
     "so it is with whole weights, but the engine claims shards (Capabilities.sharded_dtypes)",
@@ -41,20 +41,24 @@ def judge_owners_of_stages(ctx: JudgeContext) -> Iterator[Comparison]:
     Each of its elements lies on all of these.
     """
     weights = ctx.rank_records("weights")[0]
-    uses = count_uses(ctx)
+    uses = list_uses(ctx)
     stages = {name: find_stages(ctx, name, tensor.numel()) for name, tensor in weights.items()}
     for name, tensor in weights.items():
-        along = min(max(len(stages[name]), 1), uses[name])
+        along = min(max(len(stages[name]), 1), len(uses[name]))
         yield from judge_owners_along_stages(ctx, name, tensor, along)
         comparison = compare_bitwise(ctx.location(name, Part.GATHER), scalar(along), scalar(len(stages[name])))
         yield add_hint(comparison, f"{IN_STAGES}: {', '.join(map(str, sorted(stages[name])))}")
-    yield from judge_order(ctx, stages)
+    yield from judge_order(ctx, uses, stages)
+    yield from judge_modules(ctx, uses, stages)
 
 
-def count_uses(ctx: JudgeContext) -> Mapping[str, int]:
-    """Return how many modules of the plan have each parameter; a module that the plan names twice counts twice."""
+def list_uses(ctx: JudgeContext) -> Mapping[str, Sequence[int]]:
+    """Return which modules of the plan have each parameter, by their indices; the plan may name a module twice."""
     model = ctx.baseline.build_module()
-    users = Counter(id(param) for name in ctx.baseline.spec.pp_plan for param in model.get_submodule(name).parameters())
+    users: dict[int, list[int]] = {id(param): [] for param in model.parameters()}
+    for index, module in enumerate(ctx.baseline.spec.pp_plan):
+        for param in model.get_submodule(module).parameters():
+            users[id(param)].append(index)
     return {name: users[id(param)] for name, param in model.named_parameters()}
 
 
@@ -84,15 +88,40 @@ def claims_shards(ctx: JudgeContext) -> bool:
     return any(DTYPES[name] is ctx.dtype for name in ctx.claims.sharded_dtypes)
 
 
-def judge_order(ctx: JudgeContext, stages: Mapping[str, set[int]]) -> Iterator[Comparison]:
-    """Check that the first stage of each coordinate of pp follows in the plan that of the coordinate before it."""
-    model = ctx.baseline.build_module()
-    names = {id(param): name for name, param in model.named_parameters()}
-    reached = -1
-    for module in ctx.baseline.spec.pp_plan:
-        for param in model.get_submodule(module).parameters():
-            name = names[id(param)]
-            first = min(stages[name], default=0)
-            place = ctx.location(name, Part.GATHER)
-            yield add_hint(compare_bitwise(place, scalar(min(first, reached + 1)), scalar(first)), IN_ORDER)
-            reached = max(reached, first)
+def judge_order(
+    ctx: JudgeContext, uses: Mapping[str, Sequence[int]], stages: Mapping[str, set[int]]
+) -> Iterator[Comparison]:
+    """Check that the first stage of each coordinate of pp follows in the plan that of the coordinate before it.
+
+    A weight with one use tells where its module is. A tied one may be listed where its first use is, where its last one
+    is, or on both. So a module of tied weights alone may be the first one of the next coordinate.
+    """
+    places, reached = place_modules(uses, stages), -1
+    for index in range(len(ctx.baseline.spec.pp_plan)):
+        name, at = places.get(index, ("", reached + 1))
+        if name:
+            compared = compare_bitwise(ctx.location(name, Part.GATHER), scalar(min(at, reached + 1)), scalar(at))
+            yield add_hint(compared, IN_ORDER)
+        reached = max(reached, at)
+
+
+def judge_modules(
+    ctx: JudgeContext, uses: Mapping[str, Sequence[int]], stages: Mapping[str, set[int]]
+) -> Iterator[Comparison]:
+    """Check that a weight lies on no other coordinates of pp than its modules, as far as other weights place these."""
+    places = place_modules(uses, stages)
+    for name, found in stages.items():
+        own = {places[index][1] for index in uses[name] if index in places}
+        if own and all(index in places for index in uses[name]):
+            for at in sorted(found):
+                right = at if at in own else min(own)
+                yield add_hint(compare_bitwise(ctx.location(name, Part.GATHER), scalar(right), scalar(at)), IN_MODULE)
+
+
+def place_modules(uses: Mapping[str, Sequence[int]], stages: Mapping[str, set[int]]) -> Mapping[int, tuple[str, int]]:
+    """Return the first weight with one use of each module of the plan, by its index, and where on pp this weight is."""
+    places: dict[int, tuple[str, int]] = {}
+    for name, indices in uses.items():
+        if len(indices) == 1 and stages[name]:
+            places.setdefault(indices[0], (name, min(stages[name])))
+    return places

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from zharness.engines import EngineConfig, Piece, torch_pp
 from zharness.law_kit.owners import OWNERS, explain_number
-from zharness.law_kit.stage_owners import IN_ORDER, IN_STAGES
+from zharness.law_kit.stage_owners import IN_MODULE, IN_ORDER, IN_STAGES
 from zharness.mesh import DATA_SHARD, PIPELINE
 from zharness.mutants import seams_engines
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
@@ -20,6 +20,7 @@ from zharness.mutants.pipeline import Loss, MicroBatches, OverPipeline, on_pipel
 from zharness.parity import Part
 
 WEIGHT, LAST_WEIGHT = "blocks.0.linear.weight", "blocks.2.linear.weight"
+LONE_BIAS = "blocks.1.linear.bias"
 TRANSPOSED = f"{explain_number(PIPELINE)}: rank 0 (pp 0, dp_shard 0), rank 2 (pp 1, dp_shard 0)"
 SHARDS_ALONG_STAGES = f"{IN_STAGES}: 0, 1"
 IS_WHOLE, IS_ONE_SHARD = f"{OWNERS}, 2 along dp_shard instead of 1", f"{OWNERS}, 1 along dp_shard instead of 2"
@@ -98,6 +99,15 @@ class ReversesStagesInTheLayout(OverPipeline):
             name: tuple(replace(piece, rank=last - piece.rank) for piece in pieces)
             for name, pieces in self.right.layout().items()
         }
+
+
+@mutant(FaultKind.SHARDS, on_order(LONE_BIAS, IN_MODULE, world_size=2, variant="1f1b"), origin=Origin.MESH)
+class PutsABiasOnTheNextStage(OverPipeline):
+    """The layout gives a bias of the first stage to the rank of the next one, which does not have its weight."""
+
+    def layout(self) -> Mapping[str, tuple[Piece, ...]]:
+        right: Mapping[str, tuple[Piece, ...]] = self.right.layout()
+        return {**right, LONE_BIAS: tuple(replace(piece, rank=piece.rank + 1) for piece in right[LONE_BIAS])}
 
 
 class IgnoresShards(OverPipeline):
