@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from zharness.cell import Cell
 from zharness.engines import deepspeed_pp, torch_pp
 from zharness.engines.protocol import Capabilities, Piece
 from zharness.law_kit.judge_context import JudgeContext
@@ -16,6 +17,8 @@ from zharness.law_kit.stage_owners import IN_MODULE, IN_ORDER, OTHER_CLAIMS, cla
 from zharness.mesh import Mesh
 from zharness.parity.baseline import Baseline
 from zharness.parity.snapshot import RankEvidence, Snapshot
+from zharness.run.configuration import register_config, unregister_config
+from zharness.run.observe_and_judge import claims_with_setting
 from zharness.workload import model_spec
 
 RANKS = 4
@@ -124,12 +127,33 @@ def test_the_ranks_of_a_stage_have_whole_weights_or_shards_as_the_engine_claims(
     assert bool(found) == bool(hint)
 
 
-def test_engines_claim_shards_by_their_options_and_dtypes() -> None:
-    def list_sharded(claims: Capabilities) -> list[torch.dtype]:
-        """Return the dtypes in which the ranks of a stage have shards at stage 0."""
-        ctx = JudgeContext(Baseline(model_spec("chain"), 0, 1), (), torch.float32, claims=claims)
-        return [dtype for dtype in (torch.float32, torch.bfloat16) if claims_shards(replace(ctx, dtype=dtype))]
+def list_sharded(claims: Capabilities) -> list[torch.dtype]:
+    """Return the dtypes in which the ranks of a stage have shards at stage 0."""
+    ctx = JudgeContext(Baseline(model_spec("chain"), 0, 1), (), torch.float32, claims=claims)
+    return [dtype for dtype in (torch.float32, torch.bfloat16) if claims_shards(replace(ctx, dtype=dtype))]
 
+
+@pytest.mark.parametrize(
+    ("options", "dtypes"),
+    [
+        ({}, [torch.bfloat16]),
+        ({"schedule": "1f1b"}, [torch.bfloat16]),
+        ({"data_parallel": "fully_shard"}, [torch.float32, torch.bfloat16]),
+        ({"data_parallel": "fully_shard", "schedule": "zbv"}, [torch.float32, torch.bfloat16]),
+    ],
+)
+def test_a_configuration_file_claims_the_shards_of_the_option_that_has_its_values(
+    options: Mapping[str, str], dtypes: list[torch.dtype]
+) -> None:
+    cell = Cell.parse("pipeline.replicas[torch_pp{shards.json}-zero0-w4.pp2-fp32-chain-gpipe]")
+    register_config("shards.json", options)
+    try:
+        assert list_sharded(claims_with_setting(cell, torch_pp.CAPABILITIES)) == dtypes
+    finally:
+        unregister_config("shards.json")
+
+
+def test_engines_claim_shards_by_their_options_and_dtypes() -> None:
     whole = torch_pp.CAPABILITIES
     assert list_sharded(whole) == list_sharded(deepspeed_pp.CAPABILITIES) == [torch.bfloat16]
     for option in ("fully_shard", "resharded"):
