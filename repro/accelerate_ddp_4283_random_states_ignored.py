@@ -37,18 +37,14 @@ SIGNATURE = "a damaged file of random states was ignored"
 OK = "repro: a damaged file of random states is refused OK."
 
 
-def main():
-    accelerator = Accelerator(cpu=not torch.cuda.is_available())
+def load_damaged(accelerator, folder):
     rank = accelerator.process_index
-    accelerator.prepare(nn.Linear(1, 1))
-    folders = [tempfile.mkdtemp() if rank == 0 else ""]
-    dist.broadcast_object_list(folders)
-    accelerator.save_state(folders[0])
+    accelerator.save_state(folder)
     accelerator.wait_for_everyone()
-    (Path(folders[0]) / f"random_states_{rank}.pkl").write_bytes(b"damaged")
+    (Path(folder) / f"random_states_{rank}.pkl").write_bytes(b"damaged")
     drawn = torch.rand(1)
     try:
-        accelerator.load_state(folders[0])
+        accelerator.load_state(folder)
     except (OSError, ValueError, RuntimeError, pickle.UnpicklingError) as error:
         print(f"{OK} (rank {rank}: {type(error).__name__})")
         return 0
@@ -56,6 +52,17 @@ def main():
     effect = f"on rank {rank}; its generator continued as it was: {continued}"
     print(f"repro: REPRODUCED: {SIGNATURE} {effect}\n", end="", flush=True)
     return 1
+
+
+def main():
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    accelerator.prepare(nn.Linear(1, 1))
+    with tempfile.TemporaryDirectory() as own:
+        folders = [own]
+        dist.broadcast_object_list(folders)
+        status = load_damaged(accelerator, folders[0])
+        accelerator.wait_for_everyone()
+    return status
 
 
 if __name__ == "__main__":

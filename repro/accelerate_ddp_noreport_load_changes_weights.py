@@ -41,23 +41,25 @@ def main():
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     model = nn.Linear(2, 1)
     model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-    folders = [tempfile.mkdtemp() if accelerator.is_main_process else ""]
-    dist.broadcast_object_list(folders)
-    accelerator.save_state(folders[0])
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        (Path(folders[0]) / "optimizer.bin").write_bytes(b"damaged")
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(1.0)
-    before = [weight.detach().clone() for weight in model.parameters()]
-    accelerator.wait_for_everyone()
-    try:
-        accelerator.load_state(folders[0])
-    except (OSError, ValueError, RuntimeError, pickle.UnpicklingError) as error:
-        print(f"rank {accelerator.process_index}: {type(error).__name__}", file=sys.stderr, flush=True)
-    else:
-        raise RuntimeError("the damaged file was loaded")
+    with tempfile.TemporaryDirectory() as own:
+        folders = [own]
+        dist.broadcast_object_list(folders)
+        accelerator.save_state(folders[0])
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            (Path(folders[0]) / "optimizer.bin").write_bytes(b"damaged")
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.add_(1.0)
+        before = [weight.detach().clone() for weight in model.parameters()]
+        accelerator.wait_for_everyone()
+        try:
+            accelerator.load_state(folders[0])
+        except (OSError, ValueError, RuntimeError, pickle.UnpicklingError) as error:
+            print(f"rank {accelerator.process_index}: {type(error).__name__}", file=sys.stderr, flush=True)
+        else:
+            raise RuntimeError("the damaged file was loaded")
+        accelerator.wait_for_everyone()
     if all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True)):
         if accelerator.is_main_process:
             print(OK, flush=True)

@@ -65,14 +65,16 @@ def build_engine(frozen_value):
 
 def main():
     deepspeed.init_distributed()
-    folder = [tempfile.mkdtemp() if torch.distributed.get_rank() == 0 else None]
-    torch.distributed.broadcast_object_list(folder)
     saved, resumed = build_engine(frozen_value=1.0), build_engine(frozen_value=5.0)
     tokens = torch.ones(1, 2, device=saved.device)
-    saved.save_checkpoint(folder[0])
-    expected = saved(tokens)
-    old = resumed(tokens)
-    resumed.load_checkpoint(folder[0])
+    with tempfile.TemporaryDirectory() as own:
+        folder = [own]
+        torch.distributed.broadcast_object_list(folder)
+        saved.save_checkpoint(folder[0])
+        expected = saved(tokens)
+        old = resumed(tokens)
+        resumed.load_checkpoint(folder[0])
+        torch.distributed.barrier()
     got = resumed(tokens)
     if torch.equal(got, old) and not torch.equal(got, expected):
         print(f"repro: REPRODUCED: {SIGNATURE}: expected {expected.tolist()}, got {got.tolist()}\n", end="", flush=True)

@@ -77,17 +77,18 @@ def main():
     model = nn.Linear(4, 4).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)[0]
-    folders = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(folders)
-    for tag in ("first", "second"):
-        train_and_save(engine, folders[0], tag, device)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        damaged = Path(folders[0], "second", "zero_pp_rank_1_mp_rank_00_optim_states.pt")
-        damaged.write_bytes(damaged.read_bytes()[:100])
-    dist.barrier()
-    tags = [None] * dist.get_world_size()
-    dist.all_gather_object(tags, load_newest(engine, folders[0]))
+    with tempfile.TemporaryDirectory() as own:
+        folders = [own]
+        dist.broadcast_object_list(folders)
+        for tag in ("first", "second"):
+            train_and_save(engine, folders[0], tag, device)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            damaged = Path(folders[0], "second", "zero_pp_rank_1_mp_rank_00_optim_states.pt")
+            damaged.write_bytes(damaged.read_bytes()[:100])
+        dist.barrier()
+        tags = [None] * dist.get_world_size()
+        dist.all_gather_object(tags, load_newest(engine, folders[0]))
     if dist.get_rank() == 0:
         if len(set(tags)) > 1:
             print(f"repro: REPRODUCED: {SIGNATURE}: {tags}\n", end="", flush=True)

@@ -67,11 +67,11 @@ def main():
     fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
     fabric.launch()
     model = fabric.setup_module(nn.Linear(4, 4))
-    folders = [tempfile.mkdtemp() if fabric.global_rank == 0 else ""]
-    dist.broadcast_object_list(folders)
-    refusals = find_refusals(fabric, model, Path(folders[0]))
     answers = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, refusals)
+    with tempfile.TemporaryDirectory() as own:
+        folders = [own]
+        dist.broadcast_object_list(folders)
+        dist.all_gather_object(answers, find_refusals(fabric, model, Path(folders[0])))
     if fabric.global_rank == 0:
         found = [refusal for answer in answers for refusal in answer]
         if found:

@@ -48,29 +48,30 @@ def main():
     fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
     fabric.launch()
     model = fabric.setup_module(nn.Linear(4, 4))
-    folders = [tempfile.mkdtemp() if fabric.global_rank == 0 else ""]
-    dist.broadcast_object_list(folders)
-    folder = Path(folders[0]) / "saved"
-    fabric.save(folder, {"model": model})
-    dist.barrier()
-    if fabric.global_rank == 0:
-        file = folder / "__1_0.distcp"
-        file.write_bytes(file.read_bytes()[:100])
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(1.0)
-    before = [weight.to_local().detach().clone() for weight in model.parameters()]
-    dist.barrier()
-    try:
-        fabric.load(folder, {"model": model})
-    except CheckpointException as error:
-        print(f"rank {fabric.global_rank}: {type(error).__name__}", file=sys.stderr, flush=True)
-    else:
-        raise RuntimeError("the damaged file was loaded")
-    after = [weight.to_local() for weight in model.parameters()]
-    is_unchanged = all(torch.equal(*pair) for pair in zip(before, after, strict=True))
     answers = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, is_unchanged)
+    with tempfile.TemporaryDirectory() as own:
+        folders = [own]
+        dist.broadcast_object_list(folders)
+        folder = Path(folders[0]) / "saved"
+        fabric.save(folder, {"model": model})
+        dist.barrier()
+        if fabric.global_rank == 0:
+            file = folder / "__1_0.distcp"
+            file.write_bytes(file.read_bytes()[:100])
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.add_(1.0)
+        before = [weight.to_local().detach().clone() for weight in model.parameters()]
+        dist.barrier()
+        try:
+            fabric.load(folder, {"model": model})
+        except CheckpointException as error:
+            print(f"rank {fabric.global_rank}: {type(error).__name__}", file=sys.stderr, flush=True)
+        else:
+            raise RuntimeError("the damaged file was loaded")
+        after = [weight.to_local() for weight in model.parameters()]
+        is_unchanged = all(torch.equal(*pair) for pair in zip(before, after, strict=True))
+        dist.all_gather_object(answers, is_unchanged)
     if fabric.global_rank == 0:
         if all(answers):
             print(OK, flush=True)

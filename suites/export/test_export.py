@@ -18,7 +18,7 @@ import pytest
 from suites.warm import programs
 from zharness import engines
 from zharness.cell import Cell
-from zharness.engines.capabilities import CallForm
+from zharness.engines.promises import CallForm
 from zharness.errors import HarnessFault, UsageError
 from zharness.export.cell_script import extract_signature, render_cell_script
 from zharness.export.collect import DefinitionCollection, defined_names

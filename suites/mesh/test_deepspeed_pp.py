@@ -165,6 +165,16 @@ def test_an_error_of_a_loss_is_not_one_of_usage() -> None:
     engine.close()
 
 
+@pytest.mark.world_size(2)
+def test_gradients_in_bf16_are_read_from_stages_with_unequal_numbers_of_parameters() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
+    engine = deepspeed_pp.factory(model, EngineConfig(mesh=PP2, pp_plan=("0", "1"), dtype="bf16"))
+    inputs, target = (tensor.bfloat16() for tensor in BATCH)
+    engine.train_batch([(inputs, target)], nn.functional.mse_loss)
+    assert list(engine.full_grads()) == ["0.weight", "0.bias", "1.weight"]
+    engine.close()
+
+
 class TiedChain(nn.Module):
     """Two layers that share their weight, and not their bias."""
 

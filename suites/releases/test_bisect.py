@@ -57,7 +57,10 @@ def test_where_the_turn_lies_among_skipped_releases_all_of_them_are_named() -> N
     assert describe_bisect_result(found).startswith("the first bad release is one of 4, 5, 6 ")
 
 
-@pytest.mark.parametrize(("turn", "named"), [(0, "0 was given as good, but is bad"), (9, "8 was given as bad")])
+@pytest.mark.parametrize(
+    ("turn", "named"),
+    [(0, "0 was given as good, but is bad; name two"), (9, "8 was given as bad, but is good; name two")],
+)
 def test_ends_that_do_not_differ_as_told_are_refused_after_two_runs_at_most(turn: int, named: str) -> None:
     shop = Shop(9, turn)
     with pytest.raises(UsageError, match=named):

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from zharness.engines.option_keys import find_reason
+from zharness.engines.promises import BufferPromise, CallForm, WeightGathers
 from zharness.mesh import CONTEXT, DATA_SHARD, DEFAULT_MESH, EXPERT, REPLICATE, TENSOR, Mesh
 
 if TYPE_CHECKING:
@@ -89,32 +90,6 @@ class Feature(Enum):
     SHARD_ACCESS = "reading and replacing this rank's shard of a gradient, weight or optimizer state"
 
 
-class CallForm(Enum):
-    """Who runs the forwards and backwards of a step, which is the form in which an engine is called."""
-
-    FORWARD_AND_BACKWARD = "a forward and a backward for each micro-batch, which the caller calls"
-    WHOLE_BATCH = "train_batch, which runs the forwards and backwards of all micro-batches of a step"
-    WHOLE_TRAINING = "train, which runs all batches and steps of a training"
-
-
-class BufferPromise(Enum):
-    """What an engine promises of the buffers that a training forward writes, such as running statistics.
-
-    The laws compare the buffers of each rank with those of plain PyTorch under the same promise: bitwise, or, if the
-    engine has its own kernels, floating-point buffers within the error of torch's kernels.
-    """
-
-    LOCAL = "each rank keeps the buffers that its own forwards wrote"
-    FROM_RANK_0 = "before each training forward, every rank takes the buffers of rank 0"
-
-
-class WeightGathers(Enum):
-    """How often a pipeline gathers the weights of a stage whose ranks have shards of them."""
-
-    ONCE = "once for each batch"
-    EACH_CALL = "once for each forward and each backward of a micro-batch"
-
-
 @dataclass(frozen=True)
 class EngineOption:
     """One value of an option of an engine, which a cell may set.
@@ -143,6 +118,7 @@ class EngineOption:
       nothing, and does not set it.
     - ``schedules`` are the schedules of a pipeline beside which the option can be set; if empty, all.
     - ``gathers`` is how often a pipeline gathers weights while the option is set, or None if it changes nothing.
+    - ``sharded_dtypes`` are further dtypes of the model in which a pipeline has shards while the option is set.
     """
 
     options: Mapping[str, Any]
@@ -163,6 +139,7 @@ class EngineOption:
     models: frozenset[str] = frozenset()
     schedules: frozenset[str] = frozenset()
     gathers: WeightGathers | None = None
+    sharded_dtypes: frozenset[str] = frozenset()
 
     def refusal_beside(self, schedules: Sequence[str]) -> str:
         """Return the reason why the option cannot be set beside one of these schedules of a pipeline, or ''."""
@@ -258,6 +235,8 @@ class Capabilities:
     - ``stages_per_rank`` maps each of them with several stages on a rank of pp to their number.
     - ``micro_batches_per_rank`` maps each of them that needs more than one micro-batch to the fewest for a rank of pp.
     - ``gathers`` is how often a pipeline gathers the weights of a stage at most.
+    - ``sharded_dtypes`` are the dtypes of the model in which the ranks of a pipeline's stage have a shard each of its
+      weights at stage 0, too, as in ``fully_shard``. In the others each of them has whole weights there, as in DDP.
     - ``refuses_models`` maps each model of the workload that the engine cannot be built around to the reason.
     - ``joined_options`` is the number of options that a setting of a covering array joins, at least 2. With more, the
       array has fewer cells; but an option with a bug hides what the options beside it would show.
@@ -299,6 +278,7 @@ class Capabilities:
     stages_per_rank: Mapping[str, int] = field(default_factory=dict)
     micro_batches_per_rank: Mapping[str, int] = field(default_factory=dict)
     gathers: WeightGathers = WeightGathers.EACH_CALL
+    sharded_dtypes: frozenset[str] = frozenset()
     refuses_models: Mapping[str, str] = field(default_factory=dict)
 
     def refusal(self, feature: Feature) -> str | None:
@@ -391,4 +371,5 @@ class Capabilities:
             variants=variants,
             replicas=replicas,
             gathers=next((option.gathers for option in chosen if option.gathers), self.gathers),
+            sharded_dtypes=self.sharded_dtypes.union(*(option.sharded_dtypes for option in chosen)),
         )

@@ -82,6 +82,7 @@ CAPABILITIES = Capabilities(
     mesh_axes=frozenset({PIPELINE}),
     form=CallForm.WHOLE_BATCH,
     gathers=WeightGathers.ONCE,  # after a step
+    sharded_dtypes=frozenset({"bf16"}),  # the optimizer of bf16 shards its fp32 weights
 )
 
 

@@ -168,13 +168,14 @@ class DeepSpeedTensorReader:
         return hasattr(self.engine.optimizer, "fp32_groups_has_gradients")
 
     def _is_used_on_any_rank(self, param: nn.Parameter) -> bool:
-        """Return whether BF16_Optimizer has an accumulated gradient of ``param`` on some rank. This is a collective.
+        """Return whether BF16_Optimizer has an accumulated gradient of ``param`` on some rank of the data group.
 
-        Afterwards the accumulated gradients are zeros, which safe_get_full_grad returns as gradients.
+        This is a collective of this group, as other stages of a pipeline have other parameters. Afterwards the
+        accumulated gradients are zeros, which safe_get_full_grad returns as gradients.
         """
         group, index = self._position(param)
         used = torch.tensor(bool(self.engine.optimizer.fp32_groups_has_gradients[group][index]), device=param.device)
-        return bool(_maximum_over_ranks(used.int()))
+        return bool(_maximum_over_ranks(used.int(), self.data_group))
 
     def _bf16_optimizer_grad(self, param: Any) -> Tensor:
         """Return the gradient that BF16_Optimizer steps with, from the elements that each rank owns.
@@ -360,9 +361,9 @@ def gather_by_name(own: Mapping[str, Any], names: Sequence[str], group: Any) -> 
     return {name: entries[name] for name in names if name in entries}
 
 
-def _maximum_over_ranks(tensor: Tensor) -> Tensor:
-    """Return the elementwise maximum of ``tensor`` over all ranks. This is a collective."""
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+def _maximum_over_ranks(tensor: Tensor, group: Any) -> Tensor:
+    """Return the elementwise maximum of ``tensor`` over the ranks of ``group``. This is a collective."""
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
     return tensor
 
 

@@ -14,12 +14,12 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, cast, runtime_checkable
 
-from zharness.engines.capabilities import BufferPromise as BufferPromise
-from zharness.engines.capabilities import CallForm as CallForm
 from zharness.engines.capabilities import Capabilities as Capabilities
 from zharness.engines.capabilities import EngineOption as EngineOption
 from zharness.engines.capabilities import Feature as Feature
-from zharness.engines.capabilities import WeightGathers as WeightGathers
+from zharness.engines.promises import BufferPromise as BufferPromise
+from zharness.engines.promises import CallForm as CallForm
+from zharness.engines.promises import WeightGathers as WeightGathers
 from zharness.errors import EngineContractError
 from zharness.mesh import DEFAULT_MESH, Mesh
 

@@ -108,13 +108,17 @@ CAPABILITIES = Capabilities(
     mesh_axes=frozenset({PIPELINE, TENSOR}),
     only_beside={TENSOR: PIPELINE},
     variants={
-        FULLY_SHARD: EngineOption({DATA_PARALLEL: FULLY_SHARD}, models=UNTIED),
+        FULLY_SHARD: EngineOption({DATA_PARALLEL: FULLY_SHARD}, models=UNTIED, sharded_dtypes=frozenset({"fp32"})),
         "resharded": EngineOption(
-            {DATA_PARALLEL: FULLY_SHARD, RESHARD: True}, models=UNTIED, gathers=WeightGathers.EACH_CALL
+            {DATA_PARALLEL: FULLY_SHARD, RESHARD: True},
+            models=UNTIED,
+            gathers=WeightGathers.EACH_CALL,
+            sharded_dtypes=frozenset({"fp32"}),
         ),
     },
     form=CallForm.WHOLE_BATCH,
     gathers=WeightGathers.ONCE,
+    sharded_dtypes=frozenset({"bf16"}),
     schedules=frozenset(SCHEDULES),
     stages_per_rank={name: len(kind.stages(0, 1)) for name, kind in SCHEDULES.items()},
     micro_batches_per_rank={name: kind.micro_batches for name, kind in SCHEDULES.items()},

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor
 
+from zharness.law_kit.dtypes import DTYPES
 from zharness.law_kit.hints import add_hint
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.other_norms import Spans, list_owned_spans
-from zharness.law_kit.owners import count_owners, judge_owners, mark_owners
+from zharness.law_kit.other_norms import list_owned_spans
+from zharness.law_kit.owners import count_owners, judge_owners
 from zharness.law_kit.rank_context import scalar
 from zharness.mesh import PIPELINE
 from zharness.parity import Comparison, Part, compare_bitwise
 
 IN_STAGES = "this is the number of coordinates of pp whose ranks own a part of the weight by layout()"
 IN_ORDER = "this is the coordinate of pp whose ranks own the weight by layout(); the first stages go up along pp"
+IN_MODULE = "this is a coordinate of pp whose ranks own a part of the weight by layout(); those of its modules do not"
+OTHER_CLAIMS = (
+    "so it is with shards, which the engine does not claim at stage 0 in this dtype (Capabilities.sharded_dtypes)",
+    "so it is with whole weights, but the engine claims shards (Capabilities.sharded_dtypes)",
+)  # of an engine that claims whole weights, and of one that claims shards
 
 
 def find_stages(ctx: JudgeContext, name: str, elements: int) -> set[int]:
@@ -37,54 +41,87 @@ def judge_owners_of_stages(ctx: JudgeContext) -> Iterator[Comparison]:
     Each of its elements lies on all of these.
     """
     weights = ctx.rank_records("weights")[0]
-    uses = count_uses(ctx)
+    uses = list_uses(ctx)
     stages = {name: find_stages(ctx, name, tensor.numel()) for name, tensor in weights.items()}
-    along = {name: min(max(len(found), 1), uses[name]) for name, found in stages.items()}
-    zero_stage = find_zero_stage(ctx, weights, along)
     for name, tensor in weights.items():
-        counts = {**count_owners(ctx, zero_stage, name, tensor.shape), PIPELINE: along[name]}
-        yield from judge_owners(ctx, name, tensor.numel(), list_spans(ctx, name, tensor), counts)
-        found = scalar(len(stages[name]))
-        comparison = compare_bitwise(ctx.location(name, Part.GATHER), scalar(along[name]), found)
+        along = min(max(len(stages[name]), 1), len(uses[name]))
+        yield from judge_owners_along_stages(ctx, name, tensor, along)
+        comparison = compare_bitwise(ctx.location(name, Part.GATHER), scalar(along), scalar(len(stages[name])))
         yield add_hint(comparison, f"{IN_STAGES}: {', '.join(map(str, sorted(stages[name])))}")
-    yield from judge_order(ctx, stages)
+    yield from judge_order(ctx, uses, stages)
+    yield from judge_modules(ctx, uses, stages)
 
 
-def count_uses(ctx: JudgeContext) -> Mapping[str, int]:
-    """Return how many modules of the plan have each parameter; a module that the plan names twice counts twice."""
+def list_uses(ctx: JudgeContext) -> Mapping[str, Sequence[int]]:
+    """Return which modules of the plan have each parameter, by their indices; the plan may name a module twice."""
     model = ctx.baseline.build_module()
-    users = Counter(id(param) for name in ctx.baseline.spec.pp_plan for param in model.get_submodule(name).parameters())
+    users: dict[int, list[int]] = {id(param): [] for param in model.parameters()}
+    for index, module in enumerate(ctx.baseline.spec.pp_plan):
+        for param in model.get_submodule(module).parameters():
+            users[id(param)].append(index)
     return {name: users[id(param)] for name, param in model.named_parameters()}
 
 
-def find_zero_stage(ctx: JudgeContext, weights: Mapping[str, Tensor], along: Mapping[str, int]) -> int:
-    """Return the ZeRO stage whose owners the weights have: the cell's, or 1 if a stage 0 has the owners of shards.
+def judge_owners_along_stages(ctx: JudgeContext, name: str, tensor: Tensor, along: int) -> Iterator[Comparison]:
+    """Check the owners of a weight that lies on ``along`` coordinates of pp.
 
-    A pipeline may wrap its stages in fully_shard at stage 0, too. Then no element has more owners than a shard has.
+    At stage 0 its ranks have copies or shards, as the engine claims: ``layout()`` alone cannot tell which are right.
     """
     stage = int(ctx.rank_records("stage")[0]["stage"])
-    for name, tensor in weights.items():
-        counts = {**count_owners(ctx, 1, name, tensor.shape), PIPELINE: along[name]}
-        _, owners = mark_owners(tensor.numel(), list_spans(ctx, name, tensor))
-        if float(owners.sum(dim=0).max()) > math.prod(counts.values()):
-            return stage
-    return max(stage, 1)
+    claimed = int(stage > 0 or claims_shards(ctx))
+    spans = [list_owned_spans(ctx, rank, name, tensor.numel()) for rank in range(ctx.world_size)]
+
+    def judge(zero_stage: int) -> Iterator[Comparison]:
+        """Check the owners against those of copies at stage 0, and of shards at stage 1."""
+        counts = {**count_owners(ctx, zero_stage, name, tensor.shape), PIPELINE: along}
+        return judge_owners(ctx, name, tensor.numel(), spans, counts)
+
+    for comparison in judge(claimed):
+        mismatch = comparison.mismatch
+        if mismatch and stage == 0 and all(other.mismatch is None for other in judge(1 - claimed)):
+            comparison = add_hint(comparison, f"{mismatch.hint}; {OTHER_CLAIMS[claimed]}")
+        yield comparison
 
 
-def list_spans(ctx: JudgeContext, name: str, tensor: Tensor) -> list[Spans]:
-    """Return the elements of a weight that each rank owns."""
-    return [list_owned_spans(ctx, rank, name, tensor.numel()) for rank in range(ctx.world_size)]
+def claims_shards(ctx: JudgeContext) -> bool:
+    """Return whether the engine claims that the ranks of a stage have shards of its weights at stage 0, too."""
+    return any(DTYPES[name] is ctx.dtype for name in ctx.claims.sharded_dtypes)
 
 
-def judge_order(ctx: JudgeContext, stages: Mapping[str, set[int]]) -> Iterator[Comparison]:
-    """Check that the first stage of each coordinate of pp follows in the plan that of the coordinate before it."""
-    model = ctx.baseline.build_module()
-    names = {id(param): name for name, param in model.named_parameters()}
-    reached = -1
-    for module in ctx.baseline.spec.pp_plan:
-        for param in model.get_submodule(module).parameters():
-            name = names[id(param)]
-            first = min(stages[name], default=0)
-            place = ctx.location(name, Part.GATHER)
-            yield add_hint(compare_bitwise(place, scalar(min(first, reached + 1)), scalar(first)), IN_ORDER)
-            reached = max(reached, first)
+def judge_order(
+    ctx: JudgeContext, uses: Mapping[str, Sequence[int]], stages: Mapping[str, set[int]]
+) -> Iterator[Comparison]:
+    """Check that the first stage of each coordinate of pp follows in the plan that of the coordinate before it.
+
+    A weight with one use tells where its module is. A tied one may be listed where its first use is, where its last one
+    is, or on both. So a module of tied weights alone may be the first one of the next coordinate.
+    """
+    places, reached = place_modules(uses, stages), -1
+    for index in range(len(ctx.baseline.spec.pp_plan)):
+        name, at = places.get(index, ("", reached + 1))
+        if name:
+            compared = compare_bitwise(ctx.location(name, Part.GATHER), scalar(min(at, reached + 1)), scalar(at))
+            yield add_hint(compared, IN_ORDER)
+        reached = max(reached, at)
+
+
+def judge_modules(
+    ctx: JudgeContext, uses: Mapping[str, Sequence[int]], stages: Mapping[str, set[int]]
+) -> Iterator[Comparison]:
+    """Check that a weight lies on no other coordinates of pp than its modules, as far as other weights place these."""
+    places = place_modules(uses, stages)
+    for name, found in stages.items():
+        own = {places[index][1] for index in uses[name] if index in places}
+        if own and all(index in places for index in uses[name]):
+            for at in sorted(found):
+                right = at if at in own else min(own)
+                yield add_hint(compare_bitwise(ctx.location(name, Part.GATHER), scalar(right), scalar(at)), IN_MODULE)
+
+
+def place_modules(uses: Mapping[str, Sequence[int]], stages: Mapping[str, set[int]]) -> Mapping[int, tuple[str, int]]:
+    """Return the first weight with one use of each module of the plan, by its index, and where on pp this weight is."""
+    places: dict[int, tuple[str, int]] = {}
+    for name, indices in uses.items():
+        if len(indices) == 1 and stages[name]:
+            places.setdefault(indices[0], (name, min(stages[name])))
+    return places

@@ -98,7 +98,7 @@ def hint_not_reduced(ctx: JudgeContext, comparison: Comparison, micros: Sequence
 LAWS = (
     pipeline_law(
         "replicas",
-        "what several ranks have of a weight is equal: its gradient, itself and its state, along data, tp and stages",
+        "what ranks have of a weight is equal: itself, its gradient and state; its owners are those the engine claims",
         observe_replicas,
         judge_replicas,
         tuple(Variant(name, schedules=(name,), micro_batches=MICRO_BATCHES) for name in SCHEDULES),

@@ -11,17 +11,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zharness.engines import EngineConfig, Piece, torch_pp
-from zharness.law_kit.owners import explain_number
-from zharness.law_kit.stage_owners import IN_ORDER, IN_STAGES
-from zharness.mesh import PIPELINE
+from zharness.law_kit.owners import OWNERS, explain_number
+from zharness.law_kit.stage_owners import IN_MODULE, IN_ORDER, IN_STAGES
+from zharness.mesh import DATA_SHARD, PIPELINE
 from zharness.mutants import seams_engines
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
 from zharness.mutants.pipeline import Loss, MicroBatches, OverPipeline, on_pipeline
 from zharness.parity import Part
 
-WEIGHT = "blocks.0.linear.weight"
+WEIGHT, LAST_WEIGHT = "blocks.0.linear.weight", "blocks.2.linear.weight"
+LONE_BIAS = "blocks.1.linear.bias"
 TRANSPOSED = f"{explain_number(PIPELINE)}: rank 0 (pp 0, dp_shard 0), rank 2 (pp 1, dp_shard 0)"
 SHARDS_ALONG_STAGES = f"{IN_STAGES}: 0, 1"
+IS_WHOLE, IS_ONE_SHARD = f"{OWNERS}, 2 along dp_shard instead of 1", f"{OWNERS}, 1 along dp_shard instead of 2"
 
 
 def on_order(parameter: str, cause: str, world_size: int = 4, mesh: str = "pp2", variant: str = "gpipe") -> Target:
@@ -97,3 +99,74 @@ class ReversesStagesInTheLayout(OverPipeline):
             name: tuple(replace(piece, rank=last - piece.rank) for piece in pieces)
             for name, pieces in self.right.layout().items()
         }
+
+
+@mutant(FaultKind.SHARDS, on_order(LONE_BIAS, IN_MODULE, world_size=2, variant="1f1b"), origin=Origin.MESH)
+class PutsABiasOnTheNextStage(OverPipeline):
+    """The layout gives a bias of the first stage to the rank of the next one, which does not have its weight."""
+
+    def layout(self) -> Mapping[str, tuple[Piece, ...]]:
+        right: Mapping[str, tuple[Piece, ...]] = self.right.layout()
+        return {**right, LONE_BIAS: tuple(replace(piece, rank=piece.rank + 1) for piece in right[LONE_BIAS])}
+
+
+class IgnoresShards(OverPipeline):
+    """The base class of mutants of which ranks have whole stages, whatever the options say."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        at = config.mesh.coordinates(dist.get_rank(), dist.get_world_size())[PIPELINE]
+        options = {torch_pp.DATA_PARALLEL: torch_pp.DDP} if self.keeps_whole(at) else {}
+        super().__init__(model, replace(config, options={**config.options, **options}))
+
+    def keeps_whole(self, stage: int) -> bool:
+        """Return whether the ranks of this coordinate of pp have whole weights, in DDP."""
+        return True
+
+
+@mutant(
+    FaultKind.SHARDS,
+    replace(on_order(WEIGHT, IS_WHOLE), setting="fully_shard"),
+    replace(on_order(WEIGHT, IS_WHOLE, variant="1f1b"), setting="resharded"),
+    origin=Origin.MESH,
+)
+class KeepsStagesWhole(IgnoresShards):
+    """The option fully_shard has no effect: all ranks of a stage have whole weights, in DDP."""
+
+
+@mutant(FaultKind.SHARDS, replace(on_order(LAST_WEIGHT, IS_WHOLE), setting="fully_shard"), origin=Origin.MESH)
+class KeepsTheLastStageWhole(IgnoresShards):
+    """The option fully_shard has no effect on the last stage, whose ranks have whole weights, in DDP."""
+
+    def keeps_whole(self, stage: int) -> bool:
+        return stage > 0
+
+
+@mutant(
+    FaultKind.SHARDS,
+    on_order(WEIGHT, IS_ONE_SHARD),
+    on_order(WEIGHT, IS_ONE_SHARD, variant="interleaved"),
+    origin=Origin.MESH,
+)
+class NamesOneReplica(OverPipeline):
+    """The layout names one of the replicas that DDP has of a stage."""
+
+    def layout(self) -> Mapping[str, tuple[Piece, ...]]:
+        size = dist.get_world_size()
+        return {
+            name: tuple(piece for piece in pieces if self.config.mesh.coordinates(piece.rank, size)[DATA_SHARD] == 0)
+            for name, pieces in self.right.layout().items()
+        }
+
+
+@mutant(FaultKind.SHARDS, on_order(WEIGHT, IS_ONE_SHARD), origin=Origin.MESH)
+class NamesHalvesOfReplicas(OverPipeline):
+    """The layout names a half of each replica that DDP has of a stage, as if they were shards."""
+
+    def layout(self) -> Mapping[str, tuple[Piece, ...]]:
+        return {name: tuple(map(self.halve, pieces)) for name, pieces in self.right.layout().items()}
+
+    def halve(self, piece: Piece) -> Piece:
+        """Return the half of a weight that belongs to the rank of ``piece``."""
+        middle = piece.stop // 2
+        is_first = self.config.mesh.coordinates(piece.rank, dist.get_world_size())[DATA_SHARD] == 0
+        return replace(piece, stop=middle) if is_first else replace(piece, start=middle)

@@ -66,7 +66,7 @@ def bisect(
         on_step(BisectStep(release, outcome, reason, max(0, len(releases) - 2)))
         if outcome is not expected:
             raise UsageError(
-                f"{release} was given as {expected.value}, but is {outcome.value}: {reason}; "
+                f"{release} was given as {expected.value}, but is {outcome.value}{reason and f': {reason}'}; "
                 "name two releases between which the outcome changes"
             )
     low, high, runs, skipped = 0, len(releases) - 1, 2, set[int]()

@@ -8,7 +8,7 @@ from functools import cache
 
 from zharness.cell import Cell
 from zharness.engines import Capabilities
-from zharness.engines.capabilities import CallForm
+from zharness.engines.promises import CallForm
 from zharness.errors import UsageError
 from zharness.law_kit.law import MeshSupport
 from zharness.laws import Law, find_laws

@@ -146,9 +146,13 @@ def engine_options(cell: Cell, capabilities: Capabilities) -> Mapping[str, Any]:
 def claims_with_setting(cell: Cell, capabilities: Capabilities) -> Capabilities:
     """Return the capabilities of the cell's engine under the cell's options.
 
-    A configuration file does not change the capabilities.
+    A configuration file does not change the capabilities, but for the shards of a pipeline: it turns them on if it has
+    the values of a named option that does.
     """
-    return capabilities.with_options(cell_setting(cell.engine_variant).options).on_mesh(cell.mesh)
+    claims = capabilities.with_options(cell_setting(cell.engine_variant).options).on_mesh(cell.mesh)
+    options, named = engine_options(cell, capabilities), capabilities.engine_options.values()
+    sharded = (each.sharded_dtypes for each in named if merge_options(options, each.options) == options)
+    return replace(claims, sharded_dtypes=claims.sharded_dtypes.union(*sharded))
 
 
 def build_rank_context(
