@@ -39,8 +39,8 @@ class LossScaler(Protocol):
     def rescale(self, gradient: Tensor) -> Tensor:
         """Return an unscaled gradient as ``.grad`` has it before the step."""
 
-    def prepare_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Unscale the gradients in place."""
+    def unscale_in_place(self, optimizer: torch.optim.Optimizer) -> None:
+        """Unscale the gradients before they are clipped; without a call, ``step`` unscales them."""
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Make the optimizer's step unless gradients overflowed, and return whether it was made."""
@@ -69,7 +69,7 @@ class NoLossScale:
     def rescale(self, gradient: Tensor) -> Tensor:
         return gradient
 
-    def prepare_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def unscale_in_place(self, optimizer: torch.optim.Optimizer) -> None:
         pass
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -105,7 +105,7 @@ class CallersGradScaler:
     def rescale(self, gradient: Tensor) -> Tensor:
         return gradient * self.read_scale()
 
-    def prepare_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def unscale_in_place(self, optimizer: torch.optim.Optimizer) -> None:
         self._scaler.unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:

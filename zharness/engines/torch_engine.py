@@ -266,8 +266,8 @@ class TorchEngine(TorchTensorAccess):
         self._micro_batches_counted += 1
         if self._micro_batches_counted < self._steps_per_window:
             return
-        self._scaler.prepare_step(self._optimizer)
         if self._clip is not None:
+            self._scaler.unscale_in_place(self._optimizer)
             self._last_grad_norm = self.clip_gradients(self._clip)
         if self._scaler.step(self._optimizer):
             self._schedule.step()
