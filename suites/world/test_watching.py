@@ -222,3 +222,17 @@ def test_a_known_crash_names_the_remedy() -> None:
         0, RankEnd.SIGNALLED, 0, cause="SIGSEGV", captured_output=(CapturedOutput("call", "stderr", stack),)
     )
     assert postmortem_module.add_known_cause(died, None).cause.endswith("run pytest with --collectives trusted")
+
+
+def test_a_crash_is_in_the_thread_that_faulthandler_marks_and_not_in_a_younger_one() -> None:
+    stack = (
+        "Fatal Python error: Segmentation fault\n\n"
+        'Thread 0x1 (most recent call first):\n  File "/x/threading.py", line 1010 in run\n\n'
+        'Current thread 0x2 (most recent call first):\n  File "/x/graph.py", line 869 in _engine_run_backward\n'
+        '  File "/x/loss.py", line 3 in train\n'
+    )
+    died = RankOutcome(
+        0, RankEnd.SIGNALLED, 0, cause="SIGSEGV", captured_output=(CapturedOutput("call", "stderr", stack),)
+    )
+    cause = postmortem_module.add_known_cause(died, None).cause
+    assert cause == "SIGSEGV, in _engine_run_backward (/x/graph.py, line 869)"

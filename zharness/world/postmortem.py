@@ -11,7 +11,13 @@ from zharness.device.cuda_errors import name_failed_kernel
 from zharness.world.outcome import MISMATCH_EXCEPTION, RankEnd, RankOutcome, signal_name
 from zharness.world.rank import PIPE_CLOSED_STATUS
 from zharness.world.rank_coordinator import MismatchedCollective
-from zharness.world.stacks import describe_innermost_frame, find_waiting_site, parse_main_thread
+from zharness.world.stacks import (
+    StackFrame,
+    describe_innermost_frame,
+    find_waiting_site,
+    parse_frames,
+    parse_main_thread,
+)
 from zharness.world.team import TeamMember
 
 FATAL_ERROR_PREFIX = "Fatal Python error"  # the beginning of faulthandler's dump; the stack follows
@@ -115,8 +121,17 @@ def add_known_cause(outcome: RankOutcome, mismatch: MismatchedCollective | None)
         kernel = name_failed_kernel(outcome.cause, text)
         return replace(outcome, cause=f"{outcome.cause}; {kernel}") if kernel else outcome
     start = text.rfind(FATAL_ERROR_PREFIX)
-    frame = re.search(r'File "(.*?)", line (\d+) in (\S+)', text[start:]) if start >= 0 else None
+    frame = find_failed_frame(text[start:]) if start >= 0 else None
     if frame is None:
         return outcome
-    location = f"in {frame[3]} ({frame[1]}, line {frame[2]}){_KNOWN_CRASHES.get(frame[3], '')}"
+    location = f"in {frame.name} ({frame.file}, line {frame.line}){_KNOWN_CRASHES.get(frame.name, '')}"
     return replace(outcome, cause=f"{outcome.cause}, {location}", stack=text[start:])
+
+
+def find_failed_frame(dump: str) -> StackFrame | None:
+    """Return the innermost frame of the thread that failed, or that of the dump's first thread with frames, or None.
+
+    faulthandler lists the threads from the youngest to the oldest, and marks the one that failed.
+    """
+    frames = parse_main_thread(dump) or parse_frames(dump)
+    return frames[0] if frames else None

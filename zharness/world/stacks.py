@@ -34,6 +34,11 @@ class StackFrame:
         return f"{Path(self.file).name}, line {self.line}"
 
 
+def parse_frames(text: str) -> tuple[StackFrame, ...]:
+    """Return all frames of a dump, of every thread and of the harness too."""
+    return tuple(StackFrame(match["file"], int(match["line"]), match["name"]) for match in _FRAME.finditer(text))
+
+
 def parse_main_thread(text: str) -> tuple[StackFrame, ...]:
     """Return the frames of the thread that received the signal, innermost first.
 
@@ -43,7 +48,7 @@ def parse_main_thread(text: str) -> tuple[StackFrame, ...]:
     threads = _THREAD.split(text)
     current = text.find("Current thread ")
     stack = text[current:] if current >= 0 else (threads[-1] if threads else "")
-    frames = [StackFrame(match["file"], int(match["line"]), match["name"]) for match in _FRAME.finditer(stack)]
+    frames = parse_frames(stack)
     is_runner = [frame.file.endswith(RANK_FILE) and frame.name not in _CHANNEL_METHODS for frame in frames]
     outer = is_runner.index(True) if True in is_runner else len(frames)
     return tuple(frame for frame in frames[:outer] if not any(part in frame.file for part in _HARNESS_PATHS))
