@@ -48,9 +48,10 @@ from zharness.law_kit.rank_actions import second_loss
 from zharness.law_kit.record_comparisons import compare_initial_weights, compare_records
 from zharness.law_kit.training_run import bounded_norm_and_error
 from zharness.parity import Comparison, Part, compare_bitwise
-from zharness.parity.baseline import LocalResult, run_backward
+from zharness.parity.baseline import LocalResult
 from zharness.parity.bounds import BoundedTensor
 from zharness.parity.compare import is_bitwise_equal
+from zharness.parity.grad_parts import run_backward_by_parts
 from zharness.workload import Batch
 from zharness.workload.programs import Act, CallerState, Mark, PendingGradients, Program, Verb, apply_verb, iter_verbs
 
@@ -263,7 +264,7 @@ class ProgramJudge:
         batch = self.get_batch(self.forward_verbs[micro], micro, rank)
         output = call_with_extra_kwargs(batch, module, make_model_kwargs(self.program, baseline.spec, micro))
         loss = second_loss(output) if Mark.OTHER in verb.marks else baseline.objective(output, batch)
-        return run_backward(module, loss, baseline.loss_scale)
+        return run_backward_by_parts(module, loss, baseline.loss_scale)
 
     def compute_plain_input_grad(self, act: Act, rank: int, micro: int) -> Tensor:
         """Return plain PyTorch's gradient of the sum of one rank's output with respect to the inputs."""
