@@ -53,7 +53,9 @@ def test_a_program_without_a_step_does_not_overflow() -> None:
     assert find_overflow(build_program_baseline(program), program) is None
 
 
-@pytest.mark.parametrize("verbs", ["f b s save f b s load", "save f b s save:old f b s f b s load:old", "f b s xb", "f b s l"])
+@pytest.mark.parametrize(
+    "verbs", ["f b s save f b s load", "save f b s save:old f b s f b s load:old", "f b s xb", "f b s l"]
+)
 def test_a_plain_run_ends_with_the_weights_of_its_verbs(verbs: str) -> None:
     once, now = run_plain("x(2) linear(2) | f b s"), run_plain(f"x(2) linear(2) | {verbs}")
     for name, weight in once.training.weights.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from zharness.law_kit.optimizer_step import (
     compare_step_counts,
     unflatten,
 )
-from zharness.law_kit.program_old_weights import iter_old_weights
+from zharness.law_kit.program_old_weights import hint_old_weights
 from zharness.law_kit.program_steps import (
     EVAL_MODE_ACTS,
     FORWARD_ACTS,
@@ -86,11 +87,7 @@ class ProgramJudge:
         elif act in (Act.BACKWARD, Act.NO_SYNC):
             yield from self.judge_backward(position, verb, caller)
         elif act in (Act.INPUT_GRAD, Act.TRANSFORM):
-            expected = [
-                {"input": self.compute_plain_input_grad(act, rank, caller.micro_batches_drawn)}
-                for rank in range(self.ctx.data_size)
-            ]
-            yield from self.ctx.compare_values("input", expected, position)
+            yield from self.compare_input_grads(position, act, caller.micro_batches_drawn)
         elif act is Act.LOOK:
             yield from self.judge_look(position, caller)
         elif act is Act.STEP:
@@ -124,31 +121,23 @@ class ProgramJudge:
     def compare_output(self, position: int, verb: Verb, micro: int) -> Iterator[Comparison]:
         """Check that every rank's output is bitwise equal to plain PyTorch's."""
         for rank, record in enumerate(self.ctx.rank_records("output", position)):
-            found = compare_bitwise(
-                self.ctx.location("output", Part.FORWARD, position, rank),
-                self.compute_plain_output(self.weights_version, verb, micro, self.ctx.data_coordinate(rank)),
-                record["output"],
-            )
-            if found.mismatch is not None and self.weights_version:
-                found = self.hint_old_weights(found, verb, micro, self.ctx.data_coordinate(rank), record["output"])
-            yield found
+            run = partial(self.run_plain_forward, verb=verb, micro=micro, rank=self.ctx.data_coordinate(rank))
+            here = self.ctx.location("output", Part.FORWARD, position, rank)
+            found = compare_bitwise(here, run(self.get_plain_module(self.weights_version)), record["output"])
+            yield hint_old_weights(self.ctx, found, self.weights_version, run, record["output"])
 
-    def hint_old_weights(self, comparison: Comparison, verb: Verb, micro: int, rank: int, output: Tensor) -> Comparison:
-        """Add a hint to the mismatch of an output that was computed with weights from before their last change."""
-        new, old = (self.ctx.rank_records("params", self.weights_version - age)[0] for age in (0, 1))
-        for hint, weights in iter_old_weights(new, old):
-            module = self.ctx.baseline.build_module(weights)
-            if self.run_plain_forward(module, verb, micro, rank).equal(output):
-                return add_hint(comparison, hint)
-        return comparison
+    def compare_input_grads(self, position: int, act: Act, micro: int) -> Iterator[Comparison]:
+        """Check that every rank's gradient of its inputs is bitwise equal to plain PyTorch's."""
+        module, ranks = self.get_plain_module(self.weights_version), range(self.ctx.data_size)
+        expected = [{"input": self.compute_plain_input_grad(module, act, rank, micro)} for rank in ranks]
+        records = self.ctx.rank_records("input", position)
+        for rank, found in enumerate(self.ctx.compare_values("input", expected, position)):
+            run = partial(self.compute_plain_input_grad, act=act, rank=self.ctx.data_coordinate(rank), micro=micro)
+            yield hint_old_weights(self.ctx, found, self.weights_version, run, records[rank]["input"])
 
     def get_batch(self, verb: Verb, micro: int, rank: int) -> Batch:
         """Return a micro-batch of data coordinate ``rank`` with the changes that the marks of ``verb`` specify."""
         return apply_input_marks(self.ctx.baseline.batch(rank, micro), verb, rank, micro, self.program)
-
-    def compute_plain_output(self, weights_version: int, verb: Verb, micro: int, rank: int) -> Tensor:
-        """Return the plain model's output for a micro-batch with the engine's weights at ``weights_version``."""
-        return self.run_plain_forward(self.get_plain_module(weights_version), verb, micro, rank)
 
     def run_plain_forward(self, module: torch.nn.Module, verb: Verb, micro: int, rank: int) -> Tensor:
         """Return the output of ``module`` for a micro-batch, in the mode of the caller's ``verb``."""
@@ -266,9 +255,9 @@ class ProgramJudge:
         loss = second_loss(output) if Mark.OTHER in verb.marks else baseline.objective(output, batch)
         return run_backward_by_parts(module, loss, baseline.loss_scale)
 
-    def compute_plain_input_grad(self, act: Act, rank: int, micro: int) -> Tensor:
+    def compute_plain_input_grad(self, module: torch.nn.Module, act: Act, rank: int, micro: int) -> Tensor:
         """Return plain PyTorch's gradient of the sum of one rank's output with respect to the inputs."""
-        baseline, module = self.ctx.baseline, self.get_plain_module(self.weights_version)
+        baseline = self.ctx.baseline
         model_kwargs = make_model_kwargs(self.program, baseline.spec, micro)
         leaf = baseline.batch(rank, micro).inputs.clone().requires_grad_()
         return compute_input_grad(act, lambda x: module(x, **model_kwargs), leaf)

@@ -86,8 +86,9 @@ class PlainRun(ProgramJudge):
 
     def compare_output(self, position: int, verb: Verb, micro: int) -> Iterator[Comparison]:
         """Look at the output of each rank."""
+        module = self.get_plain_module(self.weights_version)
         for rank in range(self.ctx.data_size):
-            self.require_finite("an output", self.compute_plain_output(self.weights_version, verb, micro, rank))
+            self.require_finite("an output", self.run_plain_forward(module, verb, micro, rank))
         return iter(())
 
     def compute_gradients(self, verb: Verb, micro: int) -> list[LocalResult]:
