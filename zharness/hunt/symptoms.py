@@ -146,12 +146,31 @@ SYMPTOMS = (
     Symptom("fsdp2", "reentrant-two-regions", "reduction: ", (2, 3), TWO_REGIONS),
     Symptom("fsdp2", "164929", "optimizer: ", (2, 3), frozenset({Act.SAVE})),
     Symptom("fsdp2", "164929", "reports as state has the wrong names", (2, 3), frozenset({Act.SAVE, Act.LOAD})),
+    Symptom("fsdp2", "164929", "reports as looked-state has the wrong names", (2, 3), frozenset({Act.SAVE, Act.LOOK})),
+    # With any option: one that takes a shard from each rank, such as two_replicas, shows what else needs one rank.
+    *(
+        Symptom("fsdp2", "113203", text, (2, 3), frozenset({Act.INFERENCE}))
+        for text in (
+            "Inference tensors cannot be saved for backward",
+            "Inplace update to inference tensor outside InferenceMode",
+            "Inference tensors do not track version counter",
+        )
+    ),
+    Symptom("fsdp2", "113203", "element 0 of tensors does not require grad", (2,), frozenset({Act.INFERENCE})),
     Symptom(
         *("fsdp2", "reset-before-forward", "has no attribute 'all_gather_state'", (2, 3)),
         options=frozenset({"iteration_reset"}),
     ),
     Symptom(
         *("fsdp2", "step-after-evaluation", "forward: output", (3,)), options=frozenset({"root_kept_after_forward"})
+    ),
+    *(
+        Symptom("fsdp2", "torch-func-unreduced", text, (2, 3), frozenset({Act.NO_SYNC, Act.TRANSFORM}))
+        for text in ("would mutate a captured Tensor", "Cannot access data pointer of Tensor")
+    ),
+    Symptom(
+        *("fsdp2", "replicas-lose-gradient", "full_grads has the wrong names: missing", (2, 3)),
+        *(frozenset({Act.NO_SYNC, LayerKind.SOMETIMES}), frozenset({"all_reduce_last"})),
     ),
     Symptom(
         *("fsdp2", "torch-func-unused-zeros", "Cannot access data pointer of Tensor", (2, 3)),
