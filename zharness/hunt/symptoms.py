@@ -66,6 +66,7 @@ KEPT_GRADS_HINTS = (
     ZEROED_GRADS_KEPT_HINT,
     ZEROED_GRADS_ALONE_HINT,
 )
+NO_SYNC_SOMETIMES: frozenset[Act | LayerKind | Mark] = frozenset({Act.NO_SYNC, LayerKind.SOMETIMES})
 TWO_REGIONS = frozenset({LayerKind.TWICE, LayerKind.REENTRANT})
 INPUT_GRAD = frozenset({Act.INPUT_GRAD})
 
@@ -170,7 +171,7 @@ SYMPTOMS = (
     ),
     Symptom(
         *("fsdp2", "replicas-lose-gradient", "full_grads has the wrong names: missing", (2, 3)),
-        *(frozenset({Act.NO_SYNC, LayerKind.SOMETIMES}), frozenset({"all_reduce_last"})),
+        *(NO_SYNC_SOMETIMES, frozenset({"all_reduce_last"})),
     ),
     Symptom(
         *("fsdp2", "torch-func-unused-zeros", "Cannot access data pointer of Tensor", (2, 3)),
