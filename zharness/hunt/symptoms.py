@@ -143,6 +143,11 @@ SYMPTOMS = (
         *("fsdp2", "reset-keeps-gradients", "aten.embedding.default got mixed torch.Tensor and DTensor", (2, 3)),
         *(FAILED_BACKWARD, frozenset({"embeddings_stay_sharded"})),
     ),
+    # What is kept is added up in the dtype of the weights, whatever the dtype of the reduction is.
+    Symptom(
+        *("fsdp2", "reset-keeps-gradients", "local gradient: ", (2, 3)),
+        *(FAILED_BACKWARD, frozenset({"iteration_reset"})),
+    ),
     Symptom("fsdp2", "reentrant-two-regions", "local gradient: ", (2, 3), TWO_REGIONS),
     Symptom("fsdp2", "reentrant-two-regions", "reduction: ", (2, 3), TWO_REGIONS),
     Symptom("fsdp2", "164929", "optimizer: ", (2, 3), frozenset({Act.SAVE})),
