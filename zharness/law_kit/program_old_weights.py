@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from zharness.law_kit.hints import add_hint
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.record_comparisons import EXCEPT_VECTORS, STALE_FORWARD_HINT, replace_vectors
 from zharness.parity import Comparison
+from zharness.parity.attribution import is_close_to_mean
 
 WEIGHTS_NOT_CHANGED_HINT = f"{STALE_FORWARD_HINT} the last change"
 
@@ -34,6 +36,21 @@ def hint_old_weights(
         if compute(ctx.baseline.build_module(weights)).equal(found):
             return add_hint(comparison, hint)
     return comparison
+
+
+def describe_old_backwards(
+    grad: Tensor, rows: Sequence[Sequence[Tensor]], old_rows: Mapping[int, Sequence[Tensor]], dtype: torch.dtype
+) -> str:
+    """Return the hint of ``grad`` if it is the sum of ``rows`` in which one of ``old_rows``, or each, is in its place.
+
+    A row has the gradients of all ranks in one backward; ``old_rows`` has those with the weights before their last
+    change, by the place of the row. The sum over ranks is in ``dtype``.
+    """
+    for chosen in [*({at: row} for at, row in old_rows.items()), old_rows]:
+        terms = [term for at, row in enumerate(rows) for term in chosen.get(at, row)]
+        if chosen and is_close_to_mean(grad, terms, len(rows), dtype):
+            return WEIGHTS_NOT_CHANGED_HINT
+    return ""
 
 
 def iter_old_weights(
