@@ -80,7 +80,8 @@ A file imports files of a lower floor, or of its own package (``suites/meta/test
    (``world/part_departures.py``).
 7. Judge, in a process that never imported the engine. ``law_kit/judge_context.py`` gives the law the evidence and the
    ``parity/baseline.py`` (``parity/baseline_cache.py``); ``parity/compare.py`` compares within
-   ``parity/bounds.py`` or exactly (``parity/certificate.py``); ``parity/attribution.py`` explains a mismatch.
+   ``parity/bounds.py`` (``parity/grad_parts.py``) or exactly (``parity/certificate.py``);
+   ``parity/attribution.py`` explains a mismatch.
 8. The verdict. ``run/verdicts.py`` concludes, ``run/locate.py`` searches the first module that departs, and
    ``run/record.py`` is the JSON line, which ``run/record_reader.py`` reads. ``run/outcomes.py`` has the exit code;
    ``report/matrix.py``, ``report/engine_names.py``,

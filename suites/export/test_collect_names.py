@@ -250,3 +250,14 @@ def test_a_parameter_that_is_called_as_a_module_is_not_that_module(write: Write)
     added(collection, "b.asked", "b.other")
     assert collection.texts["asked"] == text.strip()
     assert collection.texts["other"] == "def other():\n    return told"
+
+
+def test_a_name_that_is_imported_within_a_try_is_imported(write: Write, tmp_path: Path) -> None:
+    write(
+        a="try:\n    from math import pi\nexcept ImportError:\n    from cmath import pi\n",
+        b="from zharness.sketch.a import pi\n\n\nTWICE = 2 * pi\n",
+    )
+    collection = DefinitionCollection()
+    added(collection, "b.TWICE")
+    assert collection.imports == {"pi": "from math import pi"}
+    assert execute_script(collection, tmp_path)["TWICE"] > 6

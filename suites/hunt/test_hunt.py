@@ -19,7 +19,7 @@ from zharness.hunt.command import HuntOptions, run_hunt
 from zharness.hunt.draw import PairCoverage, iter_draws
 from zharness.hunt.groups import AlarmGroup
 from zharness.hunt.hunter import Hunter, HuntLimits
-from zharness.hunt.known import covers_program, find_known, is_recorded_cause
+from zharness.hunt.known import covers_program, explain_changed_numbers, find_known, is_recorded_cause
 from zharness.hunt.log import HuntLog, program_as_json, read_program
 from zharness.hunt.space import Space
 from zharness.hunt.symptoms import SYMPTOMS, Symptom
@@ -233,6 +233,15 @@ def test_a_known_cause_is_told_from_a_new_one(case: FailureCase) -> None:
     assert claims is not None
     found = find_known("deepspeed", "0.19.8", program, ProgramOutcome(case.verdict, case.cause), claims, ())
     assert bool(found) is case.is_known
+
+
+def test_an_option_that_may_change_numbers_excuses_no_exception() -> None:
+    program = Program((), (), stage=2, options=("all_reduce_last",))
+    claims = engines.capabilities("fsdp2", 2)
+    assert claims is not None
+    assert explain_changed_numbers(program, WRONG, claims)
+    missing = ProgramOutcome(Verdict.FAIL, "rank 0 raised: EngineContractError: full_grads has the wrong names")
+    assert not explain_changed_numbers(program, missing, claims)
 
 
 @pytest.mark.parametrize(("details", "is_known"), [("in f\n  p.grad.record_stream(s)", True), ("", False)])

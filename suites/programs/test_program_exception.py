@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 import zharness
 from zharness.engines import Capabilities
-from zharness.run.program_runner import ProgramRunner, observe_programs, run_plain_models
+from zharness.run.program_runner import ProgramRunner, find_finite_part, observe_programs, run_plain_models
 from zharness.run.record import Verdict
 from zharness.workload.program_text import DEFAULT_SETTINGS, parse_program
 from zharness.workload.programs import Program
@@ -32,15 +33,15 @@ class ServerOfFailedRanks:
     scratch_dir = None
 
     def submit(self, task: RankTask) -> GroupOutcome:
-        """Return the prepared failure of the engine, or the outcome of the plain models."""
+        """Return the prepared failure of the engine, or the outcome of plain PyTorch."""
         if task.function is observe_programs:
             return GroupOutcome((RAISED,), 0.0)
-        assert task.function is run_plain_models
+        assert task.function in (run_plain_models, find_finite_part)
         try:
-            task.function(*task.args)
+            value = task.function(*task.args)
         except IndexError:
             return GroupOutcome((RAISED,), 0.0)
-        return GroupOutcome((RankOutcome(0, RankEnd.RETURNED, 0),), 0.0)
+        return GroupOutcome((RankOutcome(0, RankEnd.RETURNED, 0, payload=pickle.dumps(value)),), 0.0)
 
 
 class PreparedProgramRunner(ProgramRunner):

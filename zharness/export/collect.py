@@ -56,9 +56,12 @@ def read_source(module: str) -> ModuleSource:
 
 
 def top_level_statements(text: str) -> Iterator[ast.stmt]:
-    """Yield the module-level statements, including those under ``if TYPE_CHECKING``, which annotations need."""
+    """Yield the module-level statements, including those under ``if TYPE_CHECKING``, which annotations need.
+
+    Of a ``try``, those of its first block are yielded: a script is written for a torch that has what they import.
+    """
     for statement in ast.parse(text).body:
-        yield statement
+        yield from statement.body if isinstance(statement, ast.Try) else (statement,)
         if isinstance(statement, ast.If) and isinstance(statement.test, ast.Name):
             yield from statement.body if statement.test.id == "TYPE_CHECKING" else ()
 

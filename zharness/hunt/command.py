@@ -96,8 +96,9 @@ def run_hunt(engine: str, options: HuntOptions, get_environment: GetEnvironment,
             if not options.trust_records:
                 return ""
             needed = space.get_kernel_options(program.stage) or ()
-            changing = explain_changed_numbers(program, outcome, space.claims_at[program.stage])
-            return changing or find_known(engine, version, program, outcome, space.claims_at[program.stage], needed)
+            claims = space.claims_at[program.stage]
+            recorded = find_known(engine, version, program, outcome, claims, needed)
+            return recorded or explain_changed_numbers(program, outcome, claims)
 
         hunter = Hunter(
             space,

@@ -66,6 +66,7 @@ KEPT_GRADS_HINTS = (
     ZEROED_GRADS_KEPT_HINT,
     ZEROED_GRADS_ALONE_HINT,
 )
+NO_SYNC_SOMETIMES: frozenset[Act | LayerKind | Mark] = frozenset({Act.NO_SYNC, LayerKind.SOMETIMES})
 TWO_REGIONS = frozenset({LayerKind.TWICE, LayerKind.REENTRANT})
 INPUT_GRAD = frozenset({Act.INPUT_GRAD})
 
@@ -142,16 +143,40 @@ SYMPTOMS = (
         *("fsdp2", "reset-keeps-gradients", "aten.embedding.default got mixed torch.Tensor and DTensor", (2, 3)),
         *(FAILED_BACKWARD, frozenset({"embeddings_stay_sharded"})),
     ),
+    # What is kept is added up in the dtype of the weights, whatever the dtype of the reduction is.
+    Symptom(
+        *("fsdp2", "reset-keeps-gradients", "local gradient: ", (2, 3)),
+        *(FAILED_BACKWARD, frozenset({"iteration_reset"})),
+    ),
     Symptom("fsdp2", "reentrant-two-regions", "local gradient: ", (2, 3), TWO_REGIONS),
     Symptom("fsdp2", "reentrant-two-regions", "reduction: ", (2, 3), TWO_REGIONS),
     Symptom("fsdp2", "164929", "optimizer: ", (2, 3), frozenset({Act.SAVE})),
     Symptom("fsdp2", "164929", "reports as state has the wrong names", (2, 3), frozenset({Act.SAVE, Act.LOAD})),
+    Symptom("fsdp2", "164929", "reports as looked-state has the wrong names", (2, 3), frozenset({Act.SAVE, Act.LOOK})),
+    # With any option: one that takes a shard from each rank, such as two_replicas, shows what else needs one rank.
+    *(
+        Symptom("fsdp2", "113203", text, (2, 3), frozenset({Act.INFERENCE}))
+        for text in (
+            "Inference tensors cannot be saved for backward",
+            "Inplace update to inference tensor outside InferenceMode",
+            "Inference tensors do not track version counter",
+        )
+    ),
+    Symptom("fsdp2", "113203", "element 0 of tensors does not require grad", (2,), frozenset({Act.INFERENCE})),
     Symptom(
         *("fsdp2", "reset-before-forward", "has no attribute 'all_gather_state'", (2, 3)),
         options=frozenset({"iteration_reset"}),
     ),
     Symptom(
         *("fsdp2", "step-after-evaluation", "forward: output", (3,)), options=frozenset({"root_kept_after_forward"})
+    ),
+    *(
+        Symptom("fsdp2", "torch-func-unreduced", text, (2, 3), frozenset({Act.NO_SYNC, Act.TRANSFORM}))
+        for text in ("would mutate a captured Tensor", "Cannot access data pointer of Tensor")
+    ),
+    Symptom(
+        *("fsdp2", "replicas-lose-gradient", "full_grads has the wrong names: missing", (2, 3)),
+        *(NO_SYNC_SOMETIMES, frozenset({"all_reduce_last"})),
     ),
     Symptom(
         *("fsdp2", "torch-func-unused-zeros", "Cannot access data pointer of Tensor", (2, 3)),

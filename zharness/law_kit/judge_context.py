@@ -35,6 +35,7 @@ from zharness.parity.compare import (
     is_bitwise_equal,
 )
 from zharness.parity.comparison import TensorLocation
+from zharness.parity.grad_parts import bound_orders
 
 BoundedGrads = Mapping[str, BoundedTensor]  # gradients by parameter, with how far an engine's may be off
 CLAIMS_EVERY_FEATURE = Capabilities(stages=frozenset())
@@ -187,9 +188,8 @@ class JudgeContext:
             if any(name in local.grads for row in micros for local in row):
                 dtype = grad_dtypes.get(name, self.get_param_dtype(name))
                 terms = [scale * term.double() for row in self._collect_local_grads(name, micros) for term in row]
-                bounded_grads[name] = BoundedTensor(
-                    *mean_and_bound(terms, self.get_reduce_dtype(name, dtype), dtype), dtype
-                )
+                mean, bound = mean_and_bound(terms, self.get_reduce_dtype(name, dtype), dtype)
+                bounded_grads[name] = BoundedTensor(mean, bound + scale * bound_orders(name, micros), dtype)
         return bounded_grads
 
     def _collect_local_grads(self, name: str, micros: Sequence[Sequence[LocalResult]]) -> list[list[Tensor]]:
@@ -216,9 +216,10 @@ class JudgeContext:
         """Compare one parameter's reduced gradient with the expected gradient on every rank, and between ranks."""
         local_grads = self._collect_local_grads(name, micros)
         rank_values = [record[name] for record in records]
+        order_error = scale * bound_orders(name, micros)
         yield from self.compare_grad_in_pieces(
             name, local_grads, rank_values, step, exact, scale
-        ) or self._compare_whole_grad(name, local_grads, rank_values, step, exact, scale, suspects)
+        ) or self._compare_whole_grad(name, local_grads, rank_values, step, exact, scale, suspects, order_error)
         yield from compare_ranks(self.location(name, Part.REDUCTION, step), rank_values)
 
     def compare_grad_in_pieces(
@@ -289,11 +290,12 @@ class JudgeContext:
         exact: bool | Exactness,
         scale: float,
         suspects: SuspectedGradients | None,
+        order_error: Tensor | float = 0.0,
     ) -> Iterator[Comparison]:
         """Compare one gradient on every rank with the mean of ``local_grads[rank][micro-batch]`` times ``scale``.
 
         A mismatch gets a hint about its cause; ``suspects`` holds gradients that may explain it. If ``suspects`` is
-        None, mismatches get no hint.
+        None, mismatches get no hint. ``order_error`` is added to the bound.
         """
         terms = [[scale * grad.double() for grad in row] for row in local_grads]
         flat, reduce_dtype = [term for row in terms for term in row], self.get_reduce_dtype(name, rank_grads[0].dtype)
@@ -311,7 +313,7 @@ class JudgeContext:
             comparison = (
                 compare_bitwise(place, mean, actual)
                 if bound is None
-                else compare_within_bound(place, mean, actual, bound)
+                else compare_within_bound(place, mean, actual, bound + order_error)
             )
             comparison = replace(comparison, note=note) if note else comparison
             explained = (

@@ -176,7 +176,7 @@ class ProgramExecutor:
         batch = self.get_batch(verb, micro)
         with inject_interruption(self.engine.module, verb.act):
             output = self.run_forward(batch, micro)
-            self.engine.backward(self.ctx.spec.loss(output, batch.target))
+            self.engine.backward(self.ctx.spec.loss(output, batch.target) / self.program.caller_divisor)
         if verb.act is Act.FAILED_BACKWARD:
             self.engine.zero_grad()
 

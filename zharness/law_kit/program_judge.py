@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from zharness.law_kit.optimizer_step import (
     compare_step_counts,
     unflatten,
 )
-from zharness.law_kit.program_old_weights import iter_old_weights
+from zharness.law_kit.program_old_weights import describe_old_backwards, hint_old_weights
 from zharness.law_kit.program_steps import (
     EVAL_MODE_ACTS,
     FORWARD_ACTS,
@@ -43,14 +44,16 @@ from zharness.law_kit.program_suspects import (
     make_unreduced_suspects,
     scale_local_grads,
 )
-from zharness.law_kit.program_updates import StepCounts, find_changed_parameters, judge_parameter_updates
+from zharness.law_kit.program_updates import StepCounts, compare_edit, find_changed_parameters, judge_parameter_updates
 from zharness.law_kit.rank_actions import second_loss
 from zharness.law_kit.record_comparisons import compare_initial_weights, compare_records
 from zharness.law_kit.training_run import bounded_norm_and_error
 from zharness.parity import Comparison, Part, compare_bitwise
-from zharness.parity.baseline import LocalResult, run_backward
+from zharness.parity.attribution import is_unexplained
+from zharness.parity.baseline import LocalResult
 from zharness.parity.bounds import BoundedTensor
 from zharness.parity.compare import is_bitwise_equal
+from zharness.parity.grad_parts import run_backward_by_parts
 from zharness.workload import Batch
 from zharness.workload.programs import Act, CallerState, Mark, PendingGradients, Program, Verb, apply_verb, iter_verbs
 
@@ -85,11 +88,7 @@ class ProgramJudge:
         elif act in (Act.BACKWARD, Act.NO_SYNC):
             yield from self.judge_backward(position, verb, caller)
         elif act in (Act.INPUT_GRAD, Act.TRANSFORM):
-            expected = [
-                {"input": self.compute_plain_input_grad(act, rank, caller.micro_batches_drawn)}
-                for rank in range(self.ctx.data_size)
-            ]
-            yield from self.ctx.compare_values("input", expected, position)
+            yield from self.compare_input_grads(position, act, caller.micro_batches_drawn)
         elif act is Act.LOOK:
             yield from self.judge_look(position, caller)
         elif act is Act.STEP:
@@ -123,31 +122,23 @@ class ProgramJudge:
     def compare_output(self, position: int, verb: Verb, micro: int) -> Iterator[Comparison]:
         """Check that every rank's output is bitwise equal to plain PyTorch's."""
         for rank, record in enumerate(self.ctx.rank_records("output", position)):
-            found = compare_bitwise(
-                self.ctx.location("output", Part.FORWARD, position, rank),
-                self.compute_plain_output(self.weights_version, verb, micro, self.ctx.data_coordinate(rank)),
-                record["output"],
-            )
-            if found.mismatch is not None and self.weights_version:
-                found = self.hint_old_weights(found, verb, micro, self.ctx.data_coordinate(rank), record["output"])
-            yield found
+            run = partial(self.run_plain_forward, verb=verb, micro=micro, rank=self.ctx.data_coordinate(rank))
+            here = self.ctx.location("output", Part.FORWARD, position, rank)
+            found = compare_bitwise(here, run(self.get_plain_module(self.weights_version)), record["output"])
+            yield hint_old_weights(self.ctx, found, self.weights_version, run, record["output"])
 
-    def hint_old_weights(self, comparison: Comparison, verb: Verb, micro: int, rank: int, output: Tensor) -> Comparison:
-        """Add a hint to the mismatch of an output that was computed with weights from before their last change."""
-        new, old = (self.ctx.rank_records("params", self.weights_version - age)[0] for age in (0, 1))
-        for hint, weights in iter_old_weights(new, old):
-            module = self.ctx.baseline.build_module(weights)
-            if self.run_plain_forward(module, verb, micro, rank).equal(output):
-                return add_hint(comparison, hint)
-        return comparison
+    def compare_input_grads(self, position: int, act: Act, micro: int) -> Iterator[Comparison]:
+        """Check that every rank's gradient of its inputs is bitwise equal to plain PyTorch's."""
+        module, ranks = self.get_plain_module(self.weights_version), range(self.ctx.data_size)
+        expected = [{"input": self.compute_plain_input_grad(module, act, rank, micro)} for rank in ranks]
+        records = self.ctx.rank_records("input", position)
+        for rank, found in enumerate(self.ctx.compare_values("input", expected, position)):
+            run = partial(self.compute_plain_input_grad, act=act, rank=self.ctx.data_coordinate(rank), micro=micro)
+            yield hint_old_weights(self.ctx, found, self.weights_version, run, records[rank]["input"])
 
     def get_batch(self, verb: Verb, micro: int, rank: int) -> Batch:
         """Return a micro-batch of data coordinate ``rank`` with the changes that the marks of ``verb`` specify."""
         return apply_input_marks(self.ctx.baseline.batch(rank, micro), verb, rank, micro, self.program)
-
-    def compute_plain_output(self, weights_version: int, verb: Verb, micro: int, rank: int) -> Tensor:
-        """Return the plain model's output for a micro-batch with the engine's weights at ``weights_version``."""
-        return self.run_plain_forward(self.get_plain_module(weights_version), verb, micro, rank)
 
     def run_plain_forward(self, module: torch.nn.Module, verb: Verb, micro: int, rank: int) -> Tensor:
         """Return the output of ``module`` for a micro-batch, in the mode of the caller's ``verb``."""
@@ -220,15 +211,34 @@ class ProgramJudge:
         grad, *old_grads = (record[mismatch.parameter] for record in records)
         if any(is_bitwise_equal(old, grad) for old in old_grads):
             return add_hint(comparison, OLD_GRADIENT_HINT)
-        zeros = torch.zeros_like(grad)
-        rows = [
-            [local.grads.get(mismatch.parameter, zeros) for local in row]
-            for row in scale_local_grads(self.backwards.rows, self.sum_factor / self.program.window)
-        ]
+        rows = self.collect_terms(self.backwards.rows, mismatch.parameter, grad)
         dtype = self.ctx.get_reduce_dtype(mismatch.parameter, grad.dtype)
         hints = (describe_added_gradient(grad, rows, old, dtype) for old in old_grads)
         hint = next(filter(None, hints), "")
+        if not hint and is_unexplained(mismatch) and self.weights_version:
+            old_rows = self.compute_old_rows()
+            terms = self.collect_terms([*old_rows.values()], mismatch.parameter, grad)
+            hint = describe_old_backwards(grad, rows, dict(zip(old_rows, terms, strict=True)), dtype)
         return add_hint(comparison, hint) if hint else comparison
+
+    def collect_terms(self, rows: Sequence[Sequence[LocalResult]], name: str, grad: Tensor) -> list[list[Tensor]]:
+        """Return the gradients of one parameter in each of ``rows``, scaled, with zeros of the shape of ``grad``."""
+        scaled = scale_local_grads(rows, self.sum_factor / self.program.window)
+        return [[local.grads.get(name, torch.zeros_like(grad)) for local in row] for row in scaled]
+
+    def compute_old_rows(self) -> dict[int, list[LocalResult]]:
+        """Return, by their place, the rows of backwards in ``no_sync`` with the weights from before their last change.
+
+        Other backwards have an output that was compared before.
+        """
+        module = self.ctx.baseline.build_module(self.ctx.rank_records("params", self.weights_version - 1)[0])
+        ranks, old_rows = range(self.ctx.data_size), {}
+        for at, row in enumerate(self.backwards.rows):
+            if any(row is unreduced for unreduced in self.backwards.unreduced):
+                micro = self.backwards.micros[at]
+                verb = self.forward_verbs[micro]
+                old_rows[at] = [self.compute_local_grads(rank, verb, micro, module) for rank in ranks]
+        return old_rows
 
     def add_zero_grads(self, names: Iterable[str]) -> list[list[LocalResult]]:
         """Return the local gradients since the last step, with zeros for those of ``names`` that no backward reached.
@@ -257,17 +267,20 @@ class ProgramJudge:
         """The factor by which the mean of the local gradients is multiplied to get the engine's gradients."""
         return len(self.backwards.rows) * self.sum_factor / self.program.window
 
-    def compute_local_grads(self, rank: int, verb: Verb, micro: int) -> LocalResult:
-        """Return the loss and the gradients that plain PyTorch computes for one backward on one rank."""
-        baseline, module = self.ctx.baseline, self.get_plain_module(self.weights_version)
+    def compute_local_grads(
+        self, rank: int, verb: Verb, micro: int, module: torch.nn.Module | None = None
+    ) -> LocalResult:
+        """Return the loss and gradients of one backward on one rank; ``module`` has the newest weights by default."""
+        baseline, module = self.ctx.baseline, module or self.get_plain_module(self.weights_version)
+        module.zero_grad(set_to_none=True)
         batch = self.get_batch(self.forward_verbs[micro], micro, rank)
         output = call_with_extra_kwargs(batch, module, make_model_kwargs(self.program, baseline.spec, micro))
         loss = second_loss(output) if Mark.OTHER in verb.marks else baseline.objective(output, batch)
-        return run_backward(module, loss, baseline.loss_scale)
+        return run_backward_by_parts(module, loss, baseline.loss_scale)
 
-    def compute_plain_input_grad(self, act: Act, rank: int, micro: int) -> Tensor:
+    def compute_plain_input_grad(self, module: torch.nn.Module, act: Act, rank: int, micro: int) -> Tensor:
         """Return plain PyTorch's gradient of the sum of one rank's output with respect to the inputs."""
-        baseline, module = self.ctx.baseline, self.get_plain_module(self.weights_version)
+        baseline = self.ctx.baseline
         model_kwargs = make_model_kwargs(self.program, baseline.spec, micro)
         leaf = baseline.batch(rank, micro).inputs.clone().requires_grad_()
         return compute_input_grad(act, lambda x: module(x, **model_kwargs), leaf)
@@ -350,20 +363,7 @@ class ProgramJudge:
     def judge_edit(self) -> Iterator[Comparison]:
         """Check that the edited weight and its master have rank 0's value, and that all other weights are unchanged."""
         name = choose_edited_parameter(self.ctx.baseline.spec, self.ctx.baseline.seed, self.weights_version)
-        value = get_edited_value(self.program)
-        for rank, before in enumerate(self.ctx.rank_records("masters", self.weights_version)):
-            after = self.ctx.rank_records("masters", self.weights_version + 1)[rank]
-            for other, weight in before.items():
-                expected = weight
-                if other == name:
-                    # The edit does not change an element that already had this value: its master may stay unrounded.
-                    computed = self.ctx.rank_records("params", self.weights_version)[rank][other]
-                    stayed = (computed == value) & (after[other] == weight)
-                    expected = weight.where(stayed, value)
-                yield compare_bitwise(self.ctx.location(other, Part.GATHER, 0, rank), expected, after[other])
-        yield from compare_records(
-            self.ctx, "state", "state", self.weights_version, self.weights_version + 1, Part.OPTIMIZER
-        )
+        yield from compare_edit(self.ctx, name, get_edited_value(self.program), self.weights_version)
         self.weights_version += 1
         yield from self.judge_rank_agreement()
 

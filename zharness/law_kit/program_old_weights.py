@@ -1,16 +1,56 @@
-"""List weights that a wrong engine may have used in a forward of a program in the place of its newest ones."""
+"""Name the old weights that a wrong engine used in a forward of a program in the place of its newest ones."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from zharness.law_kit.hints import add_hint
+from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.record_comparisons import EXCEPT_VECTORS, STALE_FORWARD_HINT, replace_vectors
+from zharness.parity import Comparison
+from zharness.parity.attribution import is_close_to_mean
 
 WEIGHTS_NOT_CHANGED_HINT = f"{STALE_FORWARD_HINT} the last change"
 
 MATRICES_NOT_CHANGED_HINT = f"{WEIGHTS_NOT_CHANGED_HINT}{EXCEPT_VECTORS}"
+
+
+def hint_old_weights(
+    ctx: JudgeContext,
+    comparison: Comparison,
+    weights_version: int,
+    compute: Callable[[nn.Module], Tensor],
+    found: Tensor,
+) -> Comparison:
+    """Add a hint to the mismatch of ``found`` if it was computed with weights from before their last change.
+
+    ``compute(module)`` is what plain PyTorch computes with the weights of ``module``.
+    """
+    if comparison.mismatch is None or not weights_version:
+        return comparison
+    new, old = (ctx.rank_records("params", weights_version - age)[0] for age in (0, 1))
+    for hint, weights in iter_old_weights(new, old):
+        if compute(ctx.baseline.build_module(weights)).equal(found):
+            return add_hint(comparison, hint)
+    return comparison
+
+
+def describe_old_backwards(
+    grad: Tensor, rows: Sequence[Sequence[Tensor]], old_rows: Mapping[int, Sequence[Tensor]], dtype: torch.dtype
+) -> str:
+    """Return the hint of ``grad`` if it is the sum of ``rows`` in which one of ``old_rows``, or each, is in its place.
+
+    A row has the gradients of all ranks in one backward; ``old_rows`` has those with the weights before their last
+    change, by the place of the row. The sum over ranks is in ``dtype``.
+    """
+    for chosen in [*({at: row} for at, row in old_rows.items()), old_rows]:
+        terms = [term for at, row in enumerate(rows) for term in chosen.get(at, row)]
+        if chosen and is_close_to_mean(grad, terms, len(rows), dtype):
+            return WEIGHTS_NOT_CHANGED_HINT
+    return ""
 
 
 def iter_old_weights(

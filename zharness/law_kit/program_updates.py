@@ -12,7 +12,7 @@ from zharness.engines.protocol import OptimizerSpec
 from zharness.law_kit.hints import MOVED_WITHOUT_GRADIENT_HINT, add_hint, hint_unmoved
 from zharness.law_kit.judge_context import BoundedGrads, JudgeContext
 from zharness.law_kit.optimizer_step import step_hyperparameters, unflatten
-from zharness.law_kit.record_comparisons import UNBOUNDED_ERROR
+from zharness.law_kit.record_comparisons import UNBOUNDED_ERROR, compare_records
 from zharness.parity import Comparison, Part, Tier, compare_bitwise, compare_within_bound
 from zharness.parity.compare import check_names, is_bitwise_equal
 from zharness.parity.replay import replay_step
@@ -78,6 +78,22 @@ def judge_parameter_updates(
         yield hint_unmoved(
             compare_within_bound(here, expected.value, after[name], error, signal=moved), weight, after[name]
         )
+
+
+def compare_edit(ctx: JudgeContext, name: str, value: float, weights_version: int) -> Iterator[Comparison]:
+    """Check that an edit changed the master of ``name`` to ``value`` on every rank, and nothing else."""
+    versions = weights_version, weights_version + 1
+    for rank, before in enumerate(ctx.rank_records("masters", versions[0])):
+        after = ctx.rank_records("masters", versions[1])[rank]
+        for other, weight in before.items():
+            expected = weight
+            if other == name:
+                # The edit does not change an element that already had this value: its master may stay unrounded.
+                computed = ctx.rank_records("params", versions[0])[rank][other]
+                stayed = (computed == value) & (after[other] == weight)
+                expected = weight.where(stayed, value)
+            yield compare_bitwise(ctx.location(other, Part.GATHER, 0, rank), expected, after[other])
+    yield from compare_records(ctx, "state", "state", *versions, Part.OPTIMIZER)
 
 
 def find_changed_parameters(ctx: JudgeContext, weights_version: int) -> list[str]:

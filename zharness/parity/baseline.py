@@ -9,8 +9,8 @@ cached, because they run the baseline in float64 as well.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache, partial
 from typing import Any, TypeVar
@@ -36,10 +36,14 @@ class CastCache(Enum):
 
 @dataclass(frozen=True)
 class LocalResult:
-    """The loss (a scalar) and the gradients of one rank's micro-batch, before they are reduced over ranks."""
+    """The loss (a scalar) and the gradients of one rank's micro-batch, before they are reduced over ranks.
+
+    ``parts`` has what autograd added up, one after the other, to gradients of several parts, if it was recorded.
+    """
 
     loss: Tensor
     grads: Mapping[str, Tensor]
+    parts: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
 
 
 def trained_dtype(own: torch.dtype, dtype: torch.dtype) -> torch.dtype:

@@ -19,6 +19,7 @@ from zharness.law_kit.judge_context import stop_at_first_mismatch
 from zharness.law_kit.program_executor import observe_program
 from zharness.law_kit.program_features import claims_for_program, explain_unsupported
 from zharness.law_kit.program_judge import judge_program
+from zharness.law_kit.program_overflow import cut_before, find_overflow
 from zharness.laws import DTYPES, LOSS_SCALES, JudgeContext
 from zharness.parity.baseline import Baseline
 from zharness.parity.contamination import read_process_conditions, require_clean_torch
@@ -147,6 +148,24 @@ def run_plain_models(programs: Sequence[Program]) -> None:
             baseline.run_rank(rank, 0)
 
 
+@dataclass(frozen=True)
+class FinitePart:
+    """The verbs of programs before the numbers of plain PyTorch overflow, and why the others judge no engine."""
+
+    programs: tuple[Program, ...]
+    reason: str
+
+
+def find_finite_part(programs: Sequence[Program]) -> FinitePart | None:
+    """Return the programs up to the first number of plain PyTorch that is not finite, or None if all are finite."""
+    for count, program in enumerate(programs):
+        overflow = find_overflow(build_program_baseline(program), program)
+        if overflow is not None:
+            reason = f"{overflow.describe()}, and before that the engine is right, so the program shows nothing more"
+            return FinitePart((*programs[:count], cut_before(program, overflow)), reason)
+    return None
+
+
 def build_program_judge_context(program: Program, evidence_dir: Path, capabilities: Capabilities) -> JudgeContext:
     """Read the evidence of ``program`` from ``evidence_dir``, and combine it with its baseline."""
     baseline = build_program_baseline(program)
@@ -192,21 +211,38 @@ class ProgramRunner:
     def run(self, engine: str, programs: Sequence[Program], isolation: Isolation = Isolation.POOLED) -> ProgramOutcome:
         """Run ``programs`` one after the other on the same ranks, which are new or those of a pool.
 
-        The programs may differ only in their text. Raises UsageError if the engine does not claim a feature that one of
-        the programs needs.
+        The programs may differ only in their text. A failure does not count from where the numbers of plain PyTorch
+        overflow: the verdict is then that of the verbs before, and ``undetermined`` if they show no failure. Raises
+        UsageError if the engine does not claim a feature that one of the programs needs.
         """
         claims = self.claims(engine, programs[0].stage)
         for program in programs:
             reason = explain_unsupported(program, claims)
             if reason:
                 raise UsageError(f"{engine} cannot run {str(program)!r}: {reason}")
+        outcome = self._run_and_judge(engine, tuple(programs), claims, isolation)
+        finite = self._find_finite_part(tuple(programs)) if outcome.verdict.is_broken else None
+        if finite is None:
+            return outcome
+        before = self._run_and_judge(engine, finite.programs, claims, isolation)
+        shows_nothing = before.verdict in (Verdict.PASS, Verdict.UNDETERMINED)
+        return ProgramOutcome(Verdict.UNDETERMINED, finite.reason) if shows_nothing else before
+
+    def _run_and_judge(
+        self,
+        engine: str,
+        programs: tuple[Program, ...],
+        capabilities: Capabilities,
+        isolation: Isolation,
+    ) -> ProgramOutcome:
+        """Run the programs on ranks of their stage and judge their evidence, which is in a folder of its own."""
         evidence_dir = tempfile.mkdtemp(dir=self._judge_server.scratch_dir)
         try:
-            return self._run_and_judge(engine, tuple(programs), evidence_dir, claims, isolation)
+            return self._judge_folder(engine, programs, evidence_dir, capabilities, isolation)
         finally:
             shutil.rmtree(evidence_dir, ignore_errors=True)
 
-    def _run_and_judge(
+    def _judge_folder(
         self,
         engine: str,
         programs: tuple[Program, ...],
@@ -214,7 +250,7 @@ class ProgramRunner:
         capabilities: Capabilities,
         isolation: Isolation,
     ) -> ProgramOutcome:
-        """Run the programs on ranks of their stage and judge their evidence."""
+        """Run the programs on ranks of their stage, with their evidence in a folder, and judge it."""
         stage, world_size = programs[0].stage, programs[0].world_size
         observe_task = RankTask(
             self._observe,
@@ -242,6 +278,15 @@ class ProgramRunner:
         if judged.cause is None:
             return ProgramOutcome(*conclude_judgement(judged.ranks[0].value))
         return ProgramOutcome(verdict_of_judge_failure(judged.cause, programs[0].dtype), judged.cause.describe())
+
+    def _find_finite_part(self, programs: tuple[Program, ...]) -> FinitePart | None:
+        """Return what ``find_finite_part`` returns, or None if plain PyTorch does not run the programs."""
+        task = RankTask(
+            find_finite_part, (programs,), timeout=JUDGE_TIMEOUT, group=Group.NONE, isolation=Isolation.POOLED
+        )
+        found = self._judge_server.submit(task)
+        finite: FinitePart | None = found.ranks[0].value if found.cause is None else None
+        return finite
 
     def _plain_models_run(self, programs: tuple[Program, ...], isolation: Isolation) -> bool:
         """Return whether forward and backward of the plain models of ``programs`` raise nothing."""
