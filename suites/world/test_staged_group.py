@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -15,6 +16,15 @@ from zharness.comm import ALL_GATHER
 from zharness.device import BACKEND_VARIABLE, DEVICE_VARIABLE, BackendName, Poison, choose_backend
 from zharness.errors import EngineContractError, UsageError
 from zharness.world.staged_group import BACKEND, register_staged_backend
+from zharness.world.staged_work import (
+    Exchange,
+    Executor,
+    Request,
+    RunFinish,
+    StagedWork,
+    finish_here,
+    finish_in_thread,
+)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool)
 LENGTH = 4  # elements for each rank
@@ -321,3 +331,36 @@ def test_the_backend_follows_from_device_and_ranks(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv(BACKEND_VARIABLE, "mpi")
     with pytest.raises(UsageError, match="'mpi'; expected one of gloo, nccl, staged"):
         choose_backend(2)
+
+
+class WatchedLock:
+    """A lock that notes, when it is released, which of ``watched`` objects are alive."""
+
+    def __init__(self, *watched: object) -> None:
+        self._references = [weakref.ref(each) for each in watched]
+        self.alive: list[bool] = []
+        self.is_released = threading.Event()
+
+    def release(self) -> None:
+        self.alive += [reference() is not None for reference in self._references]
+        self.is_released.set()
+
+
+@pytest.mark.parametrize("run_finish", [finish_here, finish_in_thread])
+def test_no_thread_keeps_the_tensors_of_a_collective_that_was_waited_for(run_finish: RunFinish) -> None:
+    dropped, output = threading.Event(), torch.zeros(2)
+
+    def start(_host: object) -> Exchange:
+        assert dropped.wait(60)
+        return Exchange([], lambda: [torch.ones(2).view(torch.uint8)])
+
+    work = StagedWork(Request("all_gather", [], [output], start), Poison.OFF)
+    lock = WatchedLock(work, output)
+    work._exchange_lock = lock  # type: ignore[assignment]
+    executor = Executor("test", run_finish)
+    executor.submit(work)
+    del work, output
+    dropped.set()
+    assert lock.is_released.wait(60)
+    executor.stop(60)
+    assert lock.alive == [False, False]

@@ -30,8 +30,8 @@ from zharness.world.staged_work import (
     JoinedWork,
     Request,
     StagedWork,
-    call,
-    call_in_thread,
+    finish_here,
+    finish_in_thread,
 )
 
 BACKEND = "staged"
@@ -61,7 +61,7 @@ class StagedGroup(ProcessGroupBase):  # type: ignore[misc]
         super().__init__(rank, size)
         self._poison = poison
         self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
-        self._collectives = Executor(f"{BACKEND} {rank}", call)
+        self._collectives = Executor(f"{BACKEND} {rank}", finish_here)
         self._transfers: Executor | None = None  # started by the first send or receive
         self._coalesced: list[StagedWork] | None = None  # the collectives of an open coalescing block
         self._request_count = 0
@@ -116,7 +116,7 @@ class StagedGroup(ProcessGroupBase):  # type: ignore[misc]
         Two ranks may both send before they receive, and before a collective that was issued earlier ends.
         """
         if self._transfers is None:
-            self._transfers = Executor(f"{BACKEND} transfers {self.rank()}", call_in_thread)
+            self._transfers = Executor(f"{BACKEND} transfers {self.rank()}", finish_in_thread)
         return self._transfers.submit(self._make_work(request))
 
     def _submit(self, request: Request) -> StagedWork:

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,8 @@ from zharness.torch_private import suspend_transforms
 POISON_BYTE = 0xFF
 
 
-RunFunction = Callable[[Callable[[], None]], None]  # calls the function that it is given
+Finish = Callable[[], threading.Lock]  # ends an exchange, and returns the lock that its callers wait for
+RunFinish = Callable[[list[Finish]], None]  # calls the only function of the list, and takes it from there
 
 
 @dataclass(frozen=True)
@@ -79,18 +81,17 @@ class StagedWork(dist.Work):
         self._delivery_events: list[torch.cuda.Event | None] = []  # one entry once the results are delivered
         self._future: torch.futures.Future[Any] | None = None
 
-    def execute(self, finish_in: RunFunction) -> None:
-        """Copy the inputs to the host and start the exchange; ``finish_in`` calls the function that ends it."""
+    def start(self) -> Finish:
+        """Copy the inputs to the host and start the exchange; return the function that ends it."""
         try:
             sources = self._request.inputs if self._copies is None else self._copies
             host = [copy_to_host(source, self._issue_event, self._request.name) for source in sources]
             exchange = self._request.start(host)
         except BaseException as error:  # noqa: BLE001 - raised where the caller waits
-            self._conclude(Outcome((), error))
-        else:
-            finish_in(lambda: self._finish(exchange))
+            return partial(self._conclude, Outcome((), error))
+        return partial(self._finish, exchange)
 
-    def _finish(self, exchange: Exchange) -> None:
+    def _finish(self, exchange: Exchange) -> threading.Lock:
         """Wait for the exchange, and keep its results for the caller."""
         try:
             for work in exchange.works:
@@ -101,20 +102,19 @@ class StagedWork(dist.Work):
                 result.pin_memory() if on_gpu and not result.is_sparse else result for result in exchange.finish()
             ]
         except BaseException as error:  # noqa: BLE001 - raised where the caller waits
-            self._conclude(Outcome((), error))
-        else:
-            self._conclude(Outcome(results))
+            return self._conclude(Outcome((), error))
+        return self._conclude(Outcome(results))
 
-    def _conclude(self, outcome: Outcome) -> None:
-        """Store the outcome, and complete the future if the caller asked for one.
+    def _conclude(self, outcome: Outcome) -> threading.Lock:
+        """Store the outcome, and complete the future if the caller asked for one; return the lock to release.
 
         A future is completed in a thread of its own, because its callbacks may wait for another collective.
         """
         with self._delivery_lock:
             self._outcome, future = outcome, self._future
-        self._exchange_lock.release()
         if future is not None:
-            call_in_thread(lambda: self._complete(future))
+            run_in_thread(lambda: self._complete(future))
+        return self._exchange_lock
 
     def wait(self, timeout: Any = None) -> bool:
         """Block until the exchange has ended, and deliver the results on the current stream.
@@ -248,11 +248,11 @@ class JoinedWork(dist.Work):
 class Executor:
     """A thread that starts the exchanges of one process group in the order of their issue.
 
-    ``finish_in`` calls the function that ends an exchange: in the thread, or elsewhere, so that the next one starts.
+    ``run_finish`` calls the function that ends an exchange: in the thread, or elsewhere, so that the next one starts.
     """
 
-    def __init__(self, name: str, finish_in: RunFunction) -> None:
-        self._finish_in = finish_in
+    def __init__(self, name: str, run_finish: RunFinish) -> None:
+        self._run_finish = run_finish
         self._requests: queue.SimpleQueue[StagedWork | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -278,16 +278,27 @@ class Executor:
     def _run(self) -> None:
         """Execute requests until ``stop``."""
         while (work := self._requests.get()) is not None:
-            work.execute(self._finish_in)
+            pending = [work.start()]
             del work  # or the thread would keep the tensors of the last collective alive
+            self._run_finish(pending)
 
 
-def call(function: Callable[[], None]) -> None:
-    """Call ``function`` in this thread."""
-    function()
+def finish_here(pending: list[Finish]) -> None:
+    """End an exchange in this thread.
+
+    Its lock is released when nothing here refers to its tensors any more: a caller that has waited and dropped them
+    may count the memory that is still in use.
+    """
+    lock = pending.pop()()
+    lock.release()
 
 
-def call_in_thread(function: Callable[[], None]) -> None:
+def finish_in_thread(pending: list[Finish]) -> None:
+    """End an exchange in a new thread."""
+    run_in_thread(partial(finish_here, pending))
+
+
+def run_in_thread(function: Callable[[], None]) -> None:
     """Call ``function`` in a new thread."""
     threading.Thread(target=function, name="staged exchange", daemon=True).start()
 
