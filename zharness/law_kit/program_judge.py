@@ -21,7 +21,7 @@ from zharness.law_kit.optimizer_step import (
     compare_step_counts,
     unflatten,
 )
-from zharness.law_kit.program_old_weights import describe_old_backwards, hint_old_weights
+from zharness.law_kit.program_old_weights import has_old_backward, hint_old_weights, iter_old_weights
 from zharness.law_kit.program_steps import (
     EVAL_MODE_ACTS,
     FORWARD_ACTS,
@@ -216,9 +216,7 @@ class ProgramJudge:
         hints = (describe_added_gradient(grad, rows, old, dtype) for old in old_grads)
         hint = next(filter(None, hints), "")
         if not hint and is_unexplained(mismatch) and self.weights_version:
-            old_rows = self.compute_old_rows()
-            terms = self.collect_terms([*old_rows.values()], mismatch.parameter, grad)
-            hint = describe_old_backwards(grad, rows, dict(zip(old_rows, terms, strict=True)), dtype)
+            hint = self.find_old_weights(mismatch.parameter, grad, rows, dtype)
         return add_hint(comparison, hint) if hint else comparison
 
     def collect_terms(self, rows: Sequence[Sequence[LocalResult]], name: str, grad: Tensor) -> list[list[Tensor]]:
@@ -226,19 +224,21 @@ class ProgramJudge:
         scaled = scale_local_grads(rows, self.sum_factor / self.program.window)
         return [[local.grads.get(name, torch.zeros_like(grad)) for local in row] for row in scaled]
 
-    def compute_old_rows(self) -> dict[int, list[LocalResult]]:
-        """Return, by their place, the rows of backwards in ``no_sync`` with the weights from before their last change.
+    def find_old_weights(self, name: str, grad: Tensor, rows: list[list[Tensor]], dtype: torch.dtype) -> str:
+        """Return the hint of a gradient of which a backward used weights from before their last change, or ''.
 
-        Other backwards have an output that was compared before.
+        The forward need not show them: that of ``no_sync`` gives no output, and a norm may take out what they change.
         """
-        module = self.ctx.baseline.build_module(self.ctx.rank_records("params", self.weights_version - 1)[0])
-        ranks, old_rows = range(self.ctx.data_size), {}
-        for at, row in enumerate(self.backwards.rows):
-            if any(row is unreduced for unreduced in self.backwards.unreduced):
-                micro = self.backwards.micros[at]
-                verb = self.forward_verbs[micro]
-                old_rows[at] = [self.compute_local_grads(rank, verb, micro, module) for rank in ranks]
-        return old_rows
+        new, old = (self.ctx.rank_records("params", self.weights_version - age)[0] for age in (0, 1))
+        for hint, weights in iter_old_weights(new, old):
+            module, ranks = self.ctx.baseline.build_module(weights), range(self.ctx.data_size)
+            old_rows = [
+                [self.compute_local_grads(rank, self.forward_verbs[micro], micro, module) for rank in ranks]
+                for micro in self.backwards.micros
+            ]
+            if has_old_backward(grad, rows, self.collect_terms(old_rows, name, grad), dtype):
+                return hint
+        return ""
 
     def add_zero_grads(self, names: Iterable[str]) -> list[list[LocalResult]]:
         """Return the local gradients since the last step, with zeros for those of ``names`` that no backward reached.

@@ -38,19 +38,17 @@ def hint_old_weights(
     return comparison
 
 
-def describe_old_backwards(
-    grad: Tensor, rows: Sequence[Sequence[Tensor]], old_rows: Mapping[int, Sequence[Tensor]], dtype: torch.dtype
-) -> str:
-    """Return the hint of ``grad`` if it is the sum of ``rows`` in which one of ``old_rows``, or each, is in its place.
+def has_old_backward(
+    grad: Tensor, rows: Sequence[Sequence[Tensor]], old_rows: Sequence[Sequence[Tensor]], dtype: torch.dtype
+) -> bool:
+    """Return whether ``grad`` is the sum of ``rows`` in which one, or each, is that of ``old_rows``.
 
-    A row has the gradients of all ranks in one backward; ``old_rows`` has those with the weights before their last
-    change, by the place of the row. The sum over ranks is in ``dtype``.
+    A row has the gradients of all ranks in one backward, and ``old_rows`` those with the weights before their last
+    change. The sum over ranks is in ``dtype``.
     """
-    for chosen in [*({at: row} for at, row in old_rows.items()), old_rows]:
-        terms = [term for at, row in enumerate(rows) for term in chosen.get(at, row)]
-        if chosen and is_close_to_mean(grad, terms, len(rows), dtype):
-            return WEIGHTS_NOT_CHANGED_HINT
-    return ""
+    choices = [[*rows[:at], old, *rows[at + 1 :]] for at, old in enumerate(old_rows)]
+    terms = ([term for row in chosen for term in row] for chosen in (*choices, old_rows))
+    return any(is_close_to_mean(grad, each, len(rows), dtype) for each in terms)
 
 
 def iter_old_weights(
