@@ -4,8 +4,8 @@ set -euo pipefail
 
 ALL=(doctor mutants default torch steps deepspeed dtypes nccl ranks tf32 options fused_adam)
 declare -A LIMIT=(  # seconds, the grace included; those before steps fit one command of ten minutes
-    [doctor]=30 [mutants]=75 [default]=300 [torch]=130 [steps]=150 [deepspeed]=40 [dtypes]=40 [nccl]=40 [ranks]=40
-    [tf32]=40 [options]=120 [fused_adam]=240 [page]=40
+    [doctor]=30 [mutants]=75 [default]=300 [torch]=130 [steps]=150 [deepspeed]=40 [dtypes]=60 [nccl]=40 [ranks]=40
+    [tf32]=40 [options]=180 [fused_adam]=240 [page]=40
 )
 # What the sections after steps run, unless ZHARNESS_GPU_LAWS says otherwise: all laws would take each of them minutes.
 SIDE_LAWS="training.grads training.trajectory training.clip_and_norm state.resume precision.*"
@@ -148,12 +148,14 @@ section_ranks() {
 
 section_tf32() { check tf32 "${side_laws[@]}" --engine ddp --engine fsdp2 --engine reference --dtype tf32 --depth 1; }
 
-section_options() {  # each with its share of the limit, in percent; compiling takes a cell seconds
-    local run option engine engines share
-    for run in compiled:30:ddp,fsdp2 cuda_graphs:20:ddp,fsdp2 fused_optimizer:15:ddp,fsdp2 \
-        cpu_offload:15:fsdp2 offload_unpinned:20:fsdp2; do
+section_options() {  # each with its grace and its share of what is left, in percent; compiling takes a cell seconds
+    local run option engine engines share whole
+    whole=$(limit_of options)
+    for run in compiled:30:ddp,fsdp2 cuda_graphs:25:ddp,fsdp2 fused_optimizer:15:ddp,fsdp2 \
+        cpu_offload:15:fsdp2 offload_unpinned:15:fsdp2; do
         IFS=: read -r option share engines <<<"$run"
-        limit=$(($(limit_of options) * share / 100))
+        limit=$((GRACE + (whole - 5 * GRACE) * share / 100))
+        [ "$limit" -le "$(left)" ] || limit=$(left)
         mapfile -t engines < <(for engine in ${engines//,/ }; do printf '%s\n' --engine "$engine"; done)
         check "options-$option" "${side_laws[@]}" "${engines[@]}" --variant "$option" --depth 1 --jobs 8
     done
@@ -180,27 +182,41 @@ section_page() {
     run page python3 "$here/gpu_results.py" "$out"
 }
 
+note_device() {  # note_device WHEN: the memory in use and the processes on the GPUs, if nvidia-smi is there
+    local memory processes
+    memory=$(nvidia-smi --query-gpu=memory.used --format=csv,noheader,nounits 2>/dev/null | awk '{ sum += $1 } END { print sum }') || return 0
+    processes=$(nvidia-smi --query-compute-apps=pid --format=csv,noheader 2>/dev/null | grep -c .) || processes=0
+    [ -z "$memory" ] || printf '%s\t%s\t%s\n' "$1" "$memory" "$processes" >>"$out/device.tsv"
+}
+
 finish() {  # also if the script is cut: what was recorded is kept
     trap - EXIT INT TERM
     limit=${LIMIT[page]}
+    note_device after
     section_page
+    (cd "$out" && tar -czf all.tar.gz --exclude=./packages --exclude=./all.tar.gz .) || failed=1
     exit "$failed"
 }
 
 install_packages() {  # the wheels of ZHARNESS_GPU_WHEELS, and what pyproject.toml names and this python3 lacks, beside torch
-    local missing wheels=() pip=(python3 -m pip install --quiet --no-deps --target "$out/packages")
+    local missing wheels=() pip=(python3 -m pip install --quiet --no-deps)
     if [ -n "${ZHARNESS_GPU_WHEELS:-}" ]; then
         mapfile -t wheels < <(find "$ZHARNESS_GPU_WHEELS" -maxdepth 1 -name '*.whl')
         [ "${#wheels[@]}" -gt 0 ] || { echo "gpu.sh: ZHARNESS_GPU_WHEELS names $ZHARNESS_GPU_WHEELS, which has no wheel" >&2; exit 2; }
-        [ -d "$out/packages" ] || "${pip[@]}" --no-index "${wheels[@]}" || {
-            echo "gpu.sh: the wheels in $ZHARNESS_GPU_WHEELS cannot be installed; see docs/gpu.md" >&2
-            exit 2
-        }
         pip+=(--no-index)
+        # Under another name until all are there: a call that was cut would leave a folder that lacks some.
+        if [ ! -d "$out/packages" ]; then
+            rm -rf "$out/packages.partial"
+            "${pip[@]}" --target "$out/packages.partial" "${wheels[@]}" || {
+                echo "gpu.sh: the wheels in $ZHARNESS_GPU_WHEELS cannot be installed; see docs/gpu.md" >&2
+                exit 2
+            }
+            mv "$out/packages.partial" "$out/packages"
+        fi
     fi
     mapfile -t missing < <(python3 "$here/missing_packages.py")
     [ "${#missing[@]}" -gt 0 ] || return 0
-    "${pip[@]}" "${missing[@]}" || {
+    "${pip[@]}" --target "$out/packages" "${missing[@]}" || {
         echo "gpu.sh: these packages cannot be installed: ${missing[*]}; see docs/gpu.md" >&2
         exit 2
     }
@@ -215,9 +231,11 @@ print(*(str(folder) for folder in folders if (folder / "cusparse.h").is_file()),
 }
 
 export PYTHONPATH="$(cd "$here/.." && pwd):$(cd "$out" && pwd)/packages${PYTHONPATH:+:$PYTHONPATH}"
+PATH="$(cd "$out" && pwd)/packages/bin:$PATH"  # where pip --target puts ninja
 install_packages
 trap finish EXIT
 trap 'failed=1; exit' INT TERM
+note_device before
 for section in "${sections[@]}"; do
     [ "$section" != page ] || continue
     limit=$(limit_of "$section")

@@ -47,6 +47,13 @@ def read_sections(folder: Path) -> list[dict[str, Any]]:
     return list(found.values())
 
 
+def read_device(folder: Path) -> dict[str, dict[str, int]]:
+    """Return the MiB in use on all GPUs and the number of processes there, before the first section and at the end."""
+    path = folder / "device.tsv"
+    rows = [line.split("\t") for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+    return {when: {"mib": int(mib), "processes": int(processes)} for when, mib, processes in rows}
+
+
 def outcome(record: Mapping[str, Any]) -> str:
     """Return the verdict of a record; an expected failure counts as ``expected``."""
     return "expected" if record["excuse"] and not record["stale"] else str(record["verdict"])
@@ -138,6 +145,7 @@ def build_results(folder: Path, records: Mapping[str, Sequence[Mapping[str, Any]
             "judged": count_judged(records),
         },
         "sections": sections,
+        "device": read_device(folder),
         "cells": count_cells(records),
         "unexpected": list_unexpected(records),
         "nondeterministic": list_nondeterministic(records),
@@ -161,6 +169,7 @@ def render_tables(results: Mapping[str, Any]) -> str:
             [[engine, *counts.values()] for engine, counts in figures["judged"].items()],
             ("engine", "judged", "unexpected"),
         ),
+        "Memory and processes on the GPUs before and after": json.dumps(results["device"]),
         "Sections": tabulate(ran, ("section", "exit", "seconds", "command")),
         "Cells": tabulate(results["cells"], "keys"),
         f"Median step, {results['steps'].get('size', '')} {results['steps'].get('dtype', '')}": tabulate(

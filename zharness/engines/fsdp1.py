@@ -108,7 +108,7 @@ VARIANTS = {
     "reduced_in_bf16": EngineOption(
         {"reduce_dtype": "bf16"},
         refuses={Feature.AUTOCAST: "its laws state the bounds of a reduction in the dtype of the model"},
-        reduce_dtypes={"fp32": "bf16"},
+        reduce_dtypes={"fp32": "bf16", "fp16": "bf16"},
         changes_numbers="gradients are summed in bf16",
     ),
     # MixedPrecision does not cast ignored parameters, so F.linear gets two dtypes.

@@ -102,7 +102,7 @@ OPTIONS_AT_EVERY_STAGE: dict[str, EngineOption] = {
     "reduced_in_bf16": EngineOption(
         {"reduce_dtype": "bf16"},
         refuses={Feature.AUTOCAST: "its laws state the bounds of a reduction in the dtype of the model"},
-        reduce_dtypes={"fp32": "bf16"},
+        reduce_dtypes={"fp32": "bf16", "fp16": "bf16"},
         changes_numbers="gradients are summed in bf16",
     ),
     "vectors_ignored": EngineOption(
@@ -113,7 +113,10 @@ OPTIONS_AT_EVERY_STAGE: dict[str, EngineOption] = {
         },
         refuses={
             **dict.fromkeys((Feature.RESOURCES, Feature.SHARD_ACCESS), UNSHARDED_REASON),
-            Feature.CLIP: "clip_grad_norm_ raises 'got mixed torch.Tensor and DTensor'",
+            **dict.fromkeys(
+                (Feature.CLIP, Feature.AUTOCAST_SCALER),
+                "clip_grad_norm_ and GradScaler raise 'got mixed torch.Tensor and DTensor'",
+            ),
         },
         dtypes=frozenset(
             {"fp32"}

@@ -29,7 +29,11 @@ GPU_OPTIONS = {
 NO_GPU = "a CPU has no pinned memory, so that the option would change nothing; with --device cuda it runs"
 NO_GRAPHS = "a CPU has no CUDA graphs, so that torch's own kernels would run without them; with --device cuda it runs"
 # Laws of ordinary forwards and backwards. A graph is compiled for each model and shape, which takes seconds.
-CAPTURED_LAWS = frozenset({"training.grads", "training.kernels", "training.no_sync", "training.sgd_step"})
+CAPTURED_LAWS = frozenset(
+    {"training.grads", "training.kernels", "training.no_sync", "training.sgd_step", "training.trajectory"}
+)
+# A graph is recorded in the second call of an engine and replayed from the third one on.
+REPLAYED_LAWS = frozenset({"training.trajectory"})
 COMPILED_LAWS = frozenset({"training.grads", "training.kernels"})
 COMPILE_REASON = "each model is compiled, which takes seconds, and the other laws change the graph in every call"
 # Laws whose optimizer has a fused form, and whose formula has no rounding of its own there.
@@ -72,8 +76,8 @@ def shared_options(
             absent=missing_for_graphs(),
             changes_numbers="AOTAutograd derives the backward, which may add its sums in another order",
             own_kernels="AOTAutograd derives the backward",
-            laws=CAPTURED_LAWS,
-            laws_reason=COMPILE_REASON,
+            laws=REPLAYED_LAWS,
+            laws_reason="the other laws call an engine once or twice, and graphs are replayed from the third call on",
         ),
         "fused_optimizer": EngineOption(
             {FUSED: True},

@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from zharness.device import compute_device_type
 from zharness.engines.protocol import Absent, EngineConfig
 
 FP16 = "fp16"
@@ -110,7 +111,9 @@ class CallersGradScaler:
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
         before = self.read_scale()
-        if not has_gradients(optimizer):  # GradScaler.step raises "No inf checks were recorded"
+        # GradScaler.step raises "No inf checks were recorded". A ShardedGradScaler asks the other ranks, also on a rank
+        # whose shards have no elements.
+        if type(self._scaler) is torch.amp.GradScaler and not has_gradients(optimizer):
             optimizer.step()
             self._scaler.update(before)
             return True
@@ -143,9 +146,10 @@ class Progress:
         return {**self._schedule.state_dict(), **({"loss_scale": scale} if scale else {})}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what ``state_dict`` returned."""
+        """Continue from what ``state_dict`` returned. Without a saved loss scale, that of this training stays."""
         self._schedule.load_state_dict({key: value for key, value in state.items() if key != "loss_scale"})
-        self._scaler.load_state_dict(state.get("loss_scale", {}))
+        if "loss_scale" in state:
+            self._scaler.load_state_dict(state["loss_scale"])
 
 
 def has_gradients(optimizer: torch.optim.Optimizer) -> bool:
@@ -153,12 +157,13 @@ def has_gradients(optimizer: torch.optim.Optimizer) -> bool:
     return any(param.grad is not None for group in optimizer.param_groups for param in group["params"])
 
 
-def build_loss_scaler(config: EngineConfig, params: Mapping[str, nn.Parameter], build: BuildScaler) -> LossScaler:
+def build_loss_scaler(config: EngineConfig, build: BuildScaler) -> LossScaler:
     """Return the loss scaler of ``config``, made by ``build``, which is GradScaler or a subclass.
 
-    The scale is static in a model in fp16, and GradScaler's own under torch.autocast in fp16.
+    The scale is static in a model in fp16, and GradScaler's own under torch.autocast in fp16. It is on the device on
+    which ranks compute, where losses are: offloaded shards are on the CPU.
     """
-    device = next(iter(params.values())).device
+    device = torch.device(compute_device_type())
     autocast = config.options.get("torch_autocast", {})
     if config.dtype == FP16:
         scaler = build(device.type, init_scale=config.loss_scale, growth_interval=NEVER)

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zharness.device import compute_device_type
 from zharness.engines import optimizers
 from zharness.engines.loss_scaling import BuildScaler, Progress, build_loss_scaler
 from zharness.engines.protocol import (
@@ -162,7 +163,7 @@ AUTOCAST_OPTION = {
 }
 
 
-def autocast_factory(config: EngineConfig, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+def autocast_factory(config: EngineConfig, device_type: str) -> Callable[[], AbstractContextManager[Any]]:
     """Return a function that makes the context for forwards: torch.autocast if enabled, otherwise a null context.
 
     Raises ConfigError for an unknown key or dtype.
@@ -176,7 +177,7 @@ def autocast_factory(config: EngineConfig, device: torch.device) -> Callable[[],
     dtype = section.get("dtype", "bf16")
     if dtype not in LOW_PRECISION_DTYPES:
         raise ConfigError.unknown_name("torch_autocast dtype", dtype, sorted(LOW_PRECISION_DTYPES))
-    return partial(torch.autocast, device.type, LOW_PRECISION_DTYPES[dtype])
+    return partial(torch.autocast, device_type, LOW_PRECISION_DTYPES[dtype])
 
 
 def snapshot(tensor: Tensor) -> Tensor:
@@ -240,12 +241,13 @@ class TorchEngine(TorchTensorAccess):
         self.module = module
         self.capabilities = capabilities
         self._adapter = adapter
-        self._autocast = autocast_factory(config, next(iter(adapter.params.values())).device)
+        # Not on the device of the parameters: offloaded shards are on the CPU.
+        self._autocast = autocast_factory(config, compute_device_type())
         self._clip = config.clip
         self._reads_state_dicts = config.options.get(TENSOR_ACCESS) == BY_STATE_DICT
         self._optimizer = adapter.build_optimizer(adapter.params, config.optimizer)
         self._schedule = optimizers.schedule(self._optimizer, config.optimizer)
-        self._scaler = build_loss_scaler(config, adapter.params, adapter.build_scaler)
+        self._scaler = build_loss_scaler(config, adapter.build_scaler)
         engine_owns = config.accumulation_owner is AccumulationOwner.ENGINE
         self._steps_per_window = config.accumulation_steps if engine_owns else 1
         self._micro_batches_counted = 0

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from zharness.device import compute_device_type
 from zharness.engines.loss_scaling import CallersGradScaler
 from zharness.engines.torch_engine import TorchEngine
-from zharness.mutants import seams_engines
 
 
 def set_scaler_class(engine: TorchEngine, scaler: type[CallersGradScaler]) -> None:
@@ -18,11 +18,13 @@ def set_scaler_class(engine: TorchEngine, scaler: type[CallersGradScaler]) -> No
         engine._scaler.__class__ = scaler
 
 
-def set_grad_scaler(engine: TorchEngine, build: Callable[[str], torch.amp.GradScaler]) -> None:
-    """Replace the GradScaler of the engine's loss scaler by one with default rules, if it has a scaler."""
+def set_grad_scaler(engine: TorchEngine, build: Callable[..., torch.amp.GradScaler]) -> None:
+    """Replace the GradScaler of the engine's loss scaler by another one with its rules, if it has a scaler."""
     if isinstance(engine._scaler, CallersGradScaler):
-        device = next(iter(seams_engines.params(engine).values())).device
-        engine._scaler = CallersGradScaler(build(device.type), device, engine._scaler._static_scale)
+        right = engine._scaler._scaler
+        device = torch.device(compute_device_type())
+        scaler = build(device.type, init_scale=right.get_scale(), growth_interval=right.get_growth_interval())
+        engine._scaler = CallersGradScaler(scaler, device, engine._scaler._static_scale)
 
 
 class ScalerOfShards(torch.amp.GradScaler):
