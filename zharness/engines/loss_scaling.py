@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from zharness.device import compute_device_type
@@ -177,4 +178,5 @@ def build_sharded_scaler(device_type: str, **rules: Any) -> torch.amp.GradScaler
     """Return the GradScaler of FSDP1, which tells every rank of an overflow in the shards of one."""
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-    return ShardedGradScaler(device_type, **rules)
+    # By default the group is that of the time when the class was imported.
+    return ShardedGradScaler(device_type, process_group=dist.group.WORLD, **rules)
