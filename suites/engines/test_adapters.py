@@ -331,9 +331,9 @@ def test_every_refusal_carries_a_reason(name: str) -> None:
     [
         ("plain", EngineConfig(dtype="bf16"), "fp32"),
         ("ddp", EngineConfig(dtype="bf16"), "fp32"),
-        ("fsdp2", EngineConfig(stage=3, dtype="fp16"), "fp32"),
+        ("fsdp2", EngineConfig(stage=3, dtype="fp8"), "allowed: bf16, fp16, fp32"),
         ("ddp", EngineConfig(stage=1), "allowed: 0"),
-        ("fsdp2", EngineConfig(stage=3, options={"reduce_dtype": "fp8"}), "allowed: bf16, fp32"),
+        ("fsdp2", EngineConfig(stage=3, options={"reduce_dtype": "fp8"}), "allowed: bf16, fp16, fp32"),
         ("fsdp2", EngineConfig(stage=1), "allowed: 2, 3"),
         ("ddp", EngineConfig(accumulation_owner=AccumulationOwner.ENGINE), "leaves it to the caller"),
         ("fsdp2", EngineConfig(stage=3, accumulation_owner=AccumulationOwner.ENGINE), "leaves it to the caller"),

@@ -173,7 +173,7 @@ def test_a_model_on_the_meta_device_gets_the_weights_of_rank_0() -> None:
     ("stage", "options", "message"),
     [
         (1, {}, "allowed: 0, 2, 3"),
-        (3, {"reduce_dtype": "fp8"}, "allowed: bf16, fp32"),
+        (3, {"reduce_dtype": "fp8"}, "allowed: bf16, fp16, fp32"),
         (3, {"backward_prefetch": "late"}, "allowed: none, post, pre"),
         (3, {"replicas": 2}, "does not divide the world size 1"),
         (0, {"replicas": 1}, "use stage 2 or 3"),

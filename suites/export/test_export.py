@@ -155,9 +155,9 @@ def test_the_long_script_of_a_cell_that_holds_shows_it_when_the_engine_breaks(tm
     case = Cell.parse("training.sgd_step[ddp-zero0-w1-fp32-mlp]")
     script = render_cell_script(make_record(case, Verdict.PASS, ""), get_claims("ddp", 0), "x.py")
     assert ended(script.text, tmp_path) == (0, script.success_line)
-    step = "self._optimizer.step()"
+    step = "self._scaler.step(self._optimizer)"
     assert script.text.count(step) == 1
-    status, line = ended(script.text.replace(step, f"{step}; {step}"), tmp_path)
+    status, line = ended(script.text.replace(step, f"({step}, {step})[0]"), tmp_path)
     assert (status, line.partition(": rank")[0]) == (1, "repro: REPRODUCED"), line
 
 
