@@ -12,13 +12,15 @@ from zharness import engines
 from zharness.engines import EngineConfig, OptimizerSpec
 from zharness.engines.loss_scaling import CallersGradScaler, LossScaler, NoLossScale, Progress, build_loss_scaler
 from zharness.engines.protocol import Absent
+from zharness.engines.torch_engine import read_autocast_dtype
 from zharness.world import server as ranks
 
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "fp16"}}
 
 
 def build(**config: Any) -> LossScaler:
-    return build_loss_scaler(EngineConfig(**config), torch.amp.GradScaler)
+    engine_config = EngineConfig(**config)
+    return build_loss_scaler(engine_config, read_autocast_dtype(engine_config), torch.amp.GradScaler)
 
 
 def backward(layer: nn.Linear, scaler: LossScaler, factor: float = 1.0) -> None:

@@ -23,6 +23,7 @@ from zharness.engines.torch_engine import (
     AUTOCAST_OPTION,
     EngineAdapter,
     TorchEngine,
+    claim,
     do_nothing,
     identity,
     leaf_parameters,
@@ -40,7 +41,7 @@ DIRECT_BACKWARD = (
     f"loss.backward()' ({DOCUMENTATION})"
 )
 REFUSES: dict[Feature, str] = {
-    **{feature: reason for feature, reason in ddp.REFUSES.items() if feature is not Feature.ENGINE_ACCUMULATION},
+    **claim(Feature.ENGINE_ACCUMULATION, ddp.REFUSES),
     Feature.AUTOCAST: f"its mixed_precision also converts the model's outputs to float32 ({DOCUMENTATION})",
     Feature.WINDOW_READ_OUT: "inside accumulate() gradients are each rank's own until the last backward of the window",
     Feature.TENSOR_BACKWARD_IN_WINDOW: DIRECT_BACKWARD,

@@ -28,7 +28,7 @@ from zharness.engines.torch_engine import (
     EngineAdapter,
     TorchEngine,
     call_each,
-    claim_autocast_scaler,
+    claim,
     do_nothing,
     identity,
     leaf_parameters,
@@ -101,7 +101,7 @@ ORDER_SETTLES_REASON = (
 )
 CAPABILITIES = Capabilities(
     stages=frozenset({0}),
-    refuses=claim_autocast_scaler(REFUSES),
+    refuses=claim(Feature.AUTOCAST_SCALER, REFUSES),
     variants={**VARIANTS, **shared_options()},
     scaled_sum=SCALED_SUM_REASON,
     order_settles=ORDER_SETTLES_REASON,

@@ -24,11 +24,12 @@ from zharness.engines.loss_scaling import build_sharded_scaler
 from zharness.engines.protocol import Capabilities, EngineConfig, EngineOption, Feature, Reduction
 from zharness.engines.torch_engine import (
     AUTOCAST_OPTION,
-    LOW_PRECISION_DTYPES,
+    PARAM_DTYPES,
+    REDUCE_DTYPES,
     TORCH_REFUSES,
     EngineAdapter,
     TorchEngine,
-    claim_autocast_scaler,
+    claim,
     do_nothing,
     identity,
     leaf_parameters,
@@ -143,12 +144,10 @@ VARIANTS_OF_SHARDS = {
 }
 # bf16 is ``MixedPrecision(param_dtype=torch.bfloat16)``: weights are all-gathered and gradients reduced in bf16; the
 # shards that the optimizer updates, and their gradients, stay fp32. fp16 is the same, and a ShardedGradScaler.
-PARAM_DTYPES = {"fp32": None, **LOW_PRECISION_DTYPES}
-REDUCE_DTYPES = {"fp32": torch.float32, **LOW_PRECISION_DTYPES}
 CAPABILITIES = Capabilities(
     stages=frozenset({0, 2, 3}),
     dtypes=frozenset(PARAM_DTYPES),
-    refuses=claim_autocast_scaler(REFUSES),
+    refuses=claim(Feature.AUTOCAST_SCALER, REFUSES),
     variants=VARIANTS,
     own_model={"grouping": BLOCK},
 )

@@ -28,7 +28,6 @@ from zharness.engines.fsdp2_options import (
     OPTIONS_AT_EVERY_STAGE,
     OPTIONS_AT_STAGE_3,
     OPTIONS_WITHOUT_MESH,
-    PARAM_DTYPES,
     REPLICA_REFUSES,
     UNSHARDABLE,
     VECTORS,
@@ -47,11 +46,12 @@ from zharness.engines.protocol import Capabilities, EngineConfig, Feature, Piece
 from zharness.engines.tensor_parallel import build_device_mesh, find_owners, split_modules
 from zharness.engines.torch_checkpoint import SHARDED_FORMAT
 from zharness.engines.torch_engine import (
+    PARAM_DTYPES,
     TORCH_REFUSES,
     EngineAdapter,
     TorchEngine,
     call_each,
-    claim_autocast_scaler,
+    claim,
     do_nothing,
     leaf_parameters,
     register_all_reduce_hooks,
@@ -128,7 +128,7 @@ IS_TORCH_SUPPORTED = Version(torch.__version__).release >= (2, 8)
 CAPABILITIES = Capabilities(
     stages=frozenset({2, 3}),
     dtypes=frozenset(PARAM_DTYPES),
-    refuses=claim_autocast_scaler(REFUSES),
+    refuses=claim(Feature.AUTOCAST_SCALER, REFUSES),
     variants=OPTIONS_AT_EVERY_STAGE,
     absent="" if IS_TORCH_SUPPORTED else explain_unsupported_torch(torch.__version__),
     own_model={"grouping": BLOCK},  # the usual grouping of large models

@@ -18,7 +18,7 @@ from zharness.engines.fsdp_groups import GROUPING_OPTIONS, ROOT
 from zharness.engines.gpu_options import GPU_OPTIONS, NO_GPU, shared_options
 from zharness.engines.protocol import EngineConfig, EngineOption, Feature, Reduction
 from zharness.engines.torch_access import BY_STATE_DICT, TENSOR_ACCESS
-from zharness.engines.torch_engine import AUTOCAST_OPTION, LOW_PRECISION_DTYPES
+from zharness.engines.torch_engine import AUTOCAST_OPTION, PARAM_DTYPES, REDUCE_DTYPES
 from zharness.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,10 +26,6 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 
 DOCUMENTATION = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
-# bf16 is ``MixedPrecisionPolicy(param_dtype=torch.bfloat16)``: weights are all-gathered and gradients reduced in bf16;
-# the shards that the optimizer updates, and their gradients, stay fp32. fp16 is the same, with a GradScaler.
-PARAM_DTYPES = {"fp32": None, **LOW_PRECISION_DTYPES}
-NAMED_DTYPES = {"fp32": torch.float32, **LOW_PRECISION_DTYPES}
 # On gloo, reduce_scatter with ReduceOp.AVG returns the sum on torch 2.8 and the mean on 2.13. Releases in between were
 # not tested; summing and dividing afterwards is correct on all of them.
 GLOO_REDUCES_BY_MEAN = Version(torch.__version__).release >= (2, 13)
@@ -204,7 +200,11 @@ def build_mesh(config: EngineConfig, device: torch.device) -> DeviceMesh:
 
 
 def build_precision_policy(config: EngineConfig) -> MixedPrecisionPolicy:
-    """Return the MixedPrecisionPolicy of ``config``. Raises ConfigError for an unknown dtype."""
+    """Return the MixedPrecisionPolicy of ``config``. Raises ConfigError for an unknown dtype.
+
+    In bf16 and fp16 weights are all-gathered and gradients reduced in that dtype; the shards that the optimizer
+    updates, and their gradients, stay fp32. The caller of fp16 has a GradScaler.
+    """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     return MixedPrecisionPolicy(
@@ -218,9 +218,9 @@ def build_precision_policy(config: EngineConfig) -> MixedPrecisionPolicy:
 def named_dtype(config: EngineConfig, option: str) -> torch.dtype | None:
     """Return the dtype that an option names, or None if it is not set. Raises ConfigError for an unknown name."""
     name = config.options.get(option)
-    if name is not None and name not in NAMED_DTYPES:
-        raise ConfigError.unknown_name(option, name, sorted(NAMED_DTYPES))
-    return None if name is None else NAMED_DTYPES[name]
+    if name is not None and name not in REDUCE_DTYPES:
+        raise ConfigError.unknown_name(option, name, sorted(REDUCE_DTYPES))
+    return None if name is None else REDUCE_DTYPES[name]
 
 
 def build_offload_policy(config: EngineConfig, device: torch.device) -> OffloadPolicy:

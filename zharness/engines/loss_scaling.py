@@ -16,9 +16,6 @@ from torch import Tensor
 from zharness.device import compute_device_type
 from zharness.engines.protocol import Absent, EngineConfig
 
-FP16 = "fp16"
-# What a static loss scale needs: GradScaler doubles its scale after this many good steps.
-NEVER = 2**31 - 1
 BuildScaler = Callable[..., torch.amp.GradScaler]
 
 
@@ -158,18 +155,16 @@ def has_gradients(optimizer: torch.optim.Optimizer) -> bool:
     return any(param.grad is not None for group in optimizer.param_groups for param in group["params"])
 
 
-def build_loss_scaler(config: EngineConfig, build: BuildScaler) -> LossScaler:
+def build_loss_scaler(config: EngineConfig, autocast_dtype: torch.dtype | None, build: BuildScaler) -> LossScaler:
     """Return the loss scaler of ``config``, made by ``build``, which is GradScaler or a subclass.
 
     The scale is static in a model in fp16, and GradScaler's own under torch.autocast in fp16. It is on the device on
     which ranks compute, where losses are: offloaded shards are on the CPU.
     """
     device = torch.device(compute_device_type())
-    autocast = config.options.get("torch_autocast", {})
-    if config.dtype == FP16:
-        scaler = build(device.type, init_scale=config.loss_scale, growth_interval=NEVER)
-        return CallersGradScaler(scaler, device, config.loss_scale)
-    if autocast.get("enabled") and autocast.get("dtype") == FP16:
+    if config.dtype == "fp16":
+        return CallersGradScaler(build(device.type, init_scale=config.loss_scale), device, config.loss_scale)
+    if autocast_dtype is torch.float16:
         return CallersGradScaler(build(device.type), device, None)
     return NoLossScale()
 

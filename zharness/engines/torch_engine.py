@@ -65,9 +65,9 @@ TORCH_REFUSES: Mapping[Feature, str] = {
 }
 
 
-def claim_autocast_scaler(refuses: Mapping[Feature, str]) -> dict[Feature, str]:
-    """Return ``refuses`` of an engine whose adapter scales losses under torch.autocast in fp16."""
-    return {feature: reason for feature, reason in refuses.items() if feature is not Feature.AUTOCAST_SCALER}
+def claim(feature: Feature, refuses: Mapping[Feature, str]) -> dict[Feature, str]:
+    """Return ``refuses`` of an engine that claims ``feature``, which engines like it refuse."""
+    return {refused: reason for refused, reason in refuses.items() if refused is not feature}
 
 
 def replicated_optimizer_states(
@@ -158,13 +158,16 @@ def validate_config(config: EngineConfig, capabilities: Capabilities, options: M
 
 
 LOW_PRECISION_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# By the name of a dtype: what FSDP reduces in, and what it casts weights to for a forward.
+REDUCE_DTYPES = {"fp32": torch.float32, **LOW_PRECISION_DTYPES}
+PARAM_DTYPES = {"fp32": None, **LOW_PRECISION_DTYPES}
 AUTOCAST_OPTION = {
     "torch_autocast": "{'enabled': true, 'dtype': 'bf16' or 'fp16'}: run every forward under torch.autocast"
 }
 
 
-def autocast_factory(config: EngineConfig, device_type: str) -> Callable[[], AbstractContextManager[Any]]:
-    """Return a function that makes the context for forwards: torch.autocast if enabled, otherwise a null context.
+def read_autocast_dtype(config: EngineConfig) -> torch.dtype | None:
+    """Return the dtype of torch.autocast in forwards, or None if it is off.
 
     Raises ConfigError for an unknown key or dtype.
     """
@@ -173,11 +176,11 @@ def autocast_factory(config: EngineConfig, device_type: str) -> Callable[[], Abs
         if key not in ("enabled", "dtype"):
             raise ConfigError.unknown_name("torch_autocast option", key, ["enabled", "dtype"])
     if not section.get("enabled"):
-        return nullcontext
+        return None
     dtype = section.get("dtype", "bf16")
     if dtype not in LOW_PRECISION_DTYPES:
         raise ConfigError.unknown_name("torch_autocast dtype", dtype, sorted(LOW_PRECISION_DTYPES))
-    return partial(torch.autocast, device_type, LOW_PRECISION_DTYPES[dtype])
+    return LOW_PRECISION_DTYPES[dtype]
 
 
 def snapshot(tensor: Tensor) -> Tensor:
@@ -242,12 +245,15 @@ class TorchEngine(TorchTensorAccess):
         self.capabilities = capabilities
         self._adapter = adapter
         # Not on the device of the parameters: offloaded shards are on the CPU.
-        self._autocast = autocast_factory(config, compute_device_type())
+        autocast_dtype = read_autocast_dtype(config)
+        self._autocast: Callable[[], AbstractContextManager[Any]] = (
+            partial(torch.autocast, compute_device_type(), autocast_dtype) if autocast_dtype else nullcontext
+        )
         self._clip = config.clip
         self._reads_state_dicts = config.options.get(TENSOR_ACCESS) == BY_STATE_DICT
         self._optimizer = adapter.build_optimizer(adapter.params, config.optimizer)
         self._schedule = optimizers.schedule(self._optimizer, config.optimizer)
-        self._scaler = build_loss_scaler(config, adapter.build_scaler)
+        self._scaler = build_loss_scaler(config, autocast_dtype, adapter.build_scaler)
         engine_owns = config.accumulation_owner is AccumulationOwner.ENGINE
         self._steps_per_window = config.accumulation_steps if engine_owns else 1
         self._micro_batches_counted = 0

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from zharness.engines import ddp, optimizers
 from zharness.engines.protocol import EngineConfig, Feature, OptimizerSpec
-from zharness.engines.torch_engine import TorchEngine, claim_autocast_scaler, validate_config
+from zharness.engines.torch_engine import TorchEngine, claim, validate_config
 
 if TYPE_CHECKING:
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -31,7 +31,10 @@ REFUSED_FEATURES = {
     ),
 }
 CAPABILITIES = replace(
-    ddp.CAPABILITIES, stages=frozenset({1}), refuses=claim_autocast_scaler(REFUSED_FEATURES), variants=ddp.VARIANTS
+    ddp.CAPABILITIES,
+    stages=frozenset({1}),
+    refuses=claim(Feature.AUTOCAST_SCALER, REFUSED_FEATURES),
+    variants=ddp.VARIANTS,
 )
 
 

@@ -43,7 +43,7 @@ def ddp_clips_scaled_gradients(model: nn.Module, config: EngineConfig) -> TorchE
     return engine
 
 
-class _Forgetful(CallersGradScaler):
+class _UnsavedScaler(CallersGradScaler):
     """A loss scaler that a checkpoint does not keep."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -63,8 +63,15 @@ class _Forgetful(CallersGradScaler):
 def ddp_saves_no_loss_scale(model: nn.Module, config: EngineConfig) -> TorchEngine:
     """Saves checkpoints without the state of the GradScaler, so that a resumed training begins at its first scale."""
     engine = ddp.factory(model, config)
-    seams_scalers.set_scaler_class(engine, _Forgetful)
+    seams_scalers.set_scaler_class(engine, _UnsavedScaler)
     return engine
+
+
+class _StepsPastTheScaler(TorchEngine):
+    """A TorchEngine that calls the optimizer's step, and not its scaler's."""
+
+    def step(self) -> None:
+        seams_engines.optimizer(self).step()
 
 
 class _StepsTheSchedule(TorchEngine):
@@ -128,11 +135,6 @@ def fsdp2_scales_on_each_rank(model: nn.Module, config: EngineConfig) -> TorchEn
 )
 def fsdp2_steps_with_scaled_gradients(model: nn.Module, config: EngineConfig) -> TorchEngine:
     """Steps with the gradients of the scaled loss in fp16: it calls the optimizer's step instead of the scaler's."""
-
-    class Scaled(TorchEngine):
-        def step(self) -> None:
-            seams_engines.optimizer(self).step()
-
     engine = fsdp2.factory(model, config)
-    engine.__class__ = Scaled
+    engine.__class__ = _StepsPastTheScaler
     return engine
