@@ -194,8 +194,17 @@ finish() {  # also if the script is cut: what was recorded is kept
     limit=${LIMIT[page]}
     note_device after
     section_page
-    (cd "$out" && tar -czf all.tar.gz --exclude=./packages --exclude=./all.tar.gz .) || failed=1
+    pack || failed=1
     exit "$failed"
+}
+
+pack() {  # one archive of the folder, written outside it: tar fails if a file appears in a folder while it reads it
+    local archive
+    archive=$(mktemp) || return 1
+    trap 'rm -f "$archive"; exit 1' INT TERM
+    tar -czf "$archive" -C "$out" --exclude=./packages --exclude=./all.tar.gz . && mv "$archive" "$out/all.tar.gz" && return
+    rm -f "$archive"
+    return 1
 }
 
 install_packages() {  # the wheels of ZHARNESS_GPU_WHEELS, and what pyproject.toml names and this python3 lacks, beside torch

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -139,6 +140,20 @@ def test_what_is_left_on_the_device_is_noted(tmp_path: Path) -> None:
     assert results["device"] == {when: {"mib": 700, "processes": 2} for when in ("before", "after")}
     with tarfile.open(tmp_path / "out" / "all.tar.gz") as archive:
         assert {"./results.json", "./device.tsv", "./doctor.log"} <= set(archive.getnames())
+
+
+def test_the_archive_is_written_outside_the_folder_that_it_packs(tmp_path: Path) -> None:
+    listing = tmp_path / "listing"
+    compress = tmp_path / "bin" / "gzip"
+    compress.parent.mkdir()
+    compress.write_text(f'#!/bin/sh\nls -a {tmp_path / "out"} >{listing}\nexec {shutil.which("gzip")} "$@"\n')
+    compress.chmod(0o755)
+    done = run_script(tmp_path, "doctor")
+    assert done.returncode == 0, done.stderr
+    names = set(listing.read_text().split())
+    assert {"doctor.log", "results.json"} <= names
+    assert not [name for name in names if ".tar" in name], "tar fails if it reads the folder as the archive appears"
+    assert (tmp_path / "out" / "all.tar.gz").stat().st_size > 0
 
 
 def test_an_unknown_section_is_refused(tmp_path: Path) -> None:
