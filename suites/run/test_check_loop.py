@@ -1,6 +1,8 @@
 """The loop of `zharness check`: the order of cells, and the pools of ranks that it ends."""
 
+import signal
 from collections.abc import Container
+from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 
 import pytest
@@ -121,3 +123,35 @@ def test_cells_that_are_running_when_the_seconds_are_over_are_reported() -> None
     assert next(records).verdict is Verdict.PASS
     may_end.set()
     assert Verdict.FAIL in [record.verdict for record in records]
+
+
+class InterruptedRunnerDouble(RunnerDouble):
+    """Raises KeyboardInterrupt in every cell, and notes the handler of Ctrl-C when it is closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.handlers_at_close: list[object] = []
+
+    def run(self, planned: PlannedCell) -> Record:
+        raise KeyboardInterrupt
+
+    def close(self) -> None:
+        self.handlers_at_close.append(signal.getsignal(signal.SIGINT))
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_ctrl_c_is_ignored_while_ranks_are_ended_and_works_again_afterwards() -> None:
+    runner = InterruptedRunnerDouble()
+    with pytest.raises(KeyboardInterrupt):
+        list(run_cells([make_cell(0, 2)], [runner]))
+    assert runner.handlers_at_close == [signal.SIG_IGN]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_an_interrupted_run_in_another_thread_closes_its_runners() -> None:
+    runner = InterruptedRunnerDouble()
+    with ThreadPoolExecutor(1) as thread:
+        run = thread.submit(lambda: list(run_cells([make_cell(0, 2)], [runner])))
+        assert isinstance(run.exception(), KeyboardInterrupt)
+    assert runner.handlers_at_close == [signal.default_int_handler]

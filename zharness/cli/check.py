@@ -229,18 +229,18 @@ def check(
 
     sizes = world_sizes or (default_world_size(),)
     request = Request(
-        patterns,
-        engines or ("reference",),
-        stages,
-        sizes,
-        dtypes or ("fp32",),
-        models,
-        engine_variant,
-        depth or (1 if patterns or engine_variant or mesh.sizes else 2),
-        sizes if world_sizes or detect_launch() else ARRAY_WORLD_SIZES,
-        dtypes or tuple(DTYPES),
-        mesh,
-        law_set or "",
+        patterns=patterns,
+        engines=engines or ("reference",),
+        stages=stages,
+        world_sizes=sizes,
+        dtypes=dtypes or ("fp32",),
+        models=models,
+        engine_variant=engine_variant,
+        depth=depth or (1 if patterns or engine_variant or mesh.sizes else 2),
+        array_world_sizes=sizes if world_sizes or detect_launch() else ARRAY_WORLD_SIZES,
+        array_dtypes=dtypes or tuple(DTYPES),
+        mesh=mesh,
+        law_set=law_set or "",
     )
     withheld = WithheldPolicy.TRY if probe_withheld else WithheldPolicy.SKIP
     user_failures = read_project_failures(project, expected_failures)
@@ -254,8 +254,17 @@ def check(
         jobs = choose_job_count(largest) if jobs is None else jobs
         require_usable_gpus((largest + 1) * jobs)
         options = RunOptions(
-            *(timeout, seed, jobs, Isolation(isolation), user_failures, withheld, shuffle),
-            *(stop, changes, reach_output, read_cells(earlier_runs)),
+            timeout=timeout,
+            seed=seed,
+            jobs=jobs,
+            isolation=Isolation(isolation),
+            user_expected_failures=user_failures,
+            withheld_policy=withheld,
+            shuffle_seed=shuffle,
+            stop=stop,
+            changes=changes,
+            reach_file=reach_output,
+            earlier_cells=read_cells(earlier_runs),
         )
         with share_gpu_memory((largest + 1) * jobs):
             return run_check(request, options, Outputs(jsonl, html, junitxml), prepare_rank_environment)

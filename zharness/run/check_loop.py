@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,8 +22,16 @@ from zharness.run import PlannedCell, Record, Request, Runner, observe_and_judge
 from zharness.run.cell_queue import CellQueue, Group, by_pool, in_order
 from zharness.run.changed_cells import ChangeSelection, select_changed_cells
 from zharness.run.expected_failures import ExpectedFailure
+from zharness.run.interrupts import ignore_interrupts
 from zharness.run.missing_claims import describe_missing_claims
-from zharness.run.plan import ARRAY_WORLD_SIZES, Plan, plan_with_coverage, shuffle_cells, validate_request
+from zharness.run.plan import (
+    ARRAY_WORLD_SIZES,
+    ClaimsLookup,
+    Plan,
+    plan_with_coverage,
+    shuffle_cells,
+    validate_request,
+)
 from zharness.run.progress import write_with_progress
 from zharness.run.rank_pool import rank_pool
 from zharness.run.reach import (
@@ -231,10 +238,9 @@ def run_request(
         reach_folder = Path(stack.enter_context(TemporaryDirectory())) if options.reach_file else None
         lanes = range(options.job_count())
         runners = [stack.enter_context(options.create_runner(environments, reach_folder)) for _ in lanes]
-        planned = plan_with_coverage(request, runners[0].claims) if options.changes is None else Plan((), {})
-        selected = select_changed_cells(request, runners[0].claims, options.changes) if options.changes else None
-        cells = planned.cells if selected is None else selected.cells
-        unmatched_failures = describe_unmatched_failures(cells, runners[0].claims, options.user_expected_failures)
+        claims = runners[0].claims
+        cells, coverage = select_cells(request, claims, options.changes)
+        unmatched_failures = describe_unmatched_failures(cells, claims, options.user_expected_failures)
         earlier_reach = options.read_earlier_reach()
         rest = [cell for cell in cells if not options.ran_earlier(cell, earlier_reach)]
         runners[0].require_user_models(rest)
@@ -245,12 +251,26 @@ def run_request(
             recorder = stack.enter_context(open_reach_recorder(reach_folder, options.reach_file, earlier_reach))
             finished = record_reach(finished, recorder)
         records = collect_records(finished, sink, rest)
-        missing_claims = describe_missing_claims(cells, runners[0].claims)
-    if selected is not None or len(records) < len(cells):
-        # The cells that did not run might need the expected failures that none has needed.
-        return RunResult(records, [], [*([selected.description] if selected else []), *describe_stop(records, rest)])
-    unmatched_failures += find_stale_failures(request, options, records)
-    return RunResult(records, unmatched_failures, [*describe_coverage(planned), *missing_claims])
+        missing_claims = describe_missing_claims(cells, claims)
+    stopped = describe_stop(records, rest)
+    if options.changes is not None:
+        return RunResult(records, [], [*coverage, *stopped])
+    if len(records) < len(cells):
+        # The cells that did not run might need the expected failures that no cell of this run has needed.
+        return RunResult(records, [], stopped)
+    stale_failures = find_stale_failures(request, options, records)
+    return RunResult(records, [*unmatched_failures, *stale_failures], [*coverage, *missing_claims])
+
+
+def select_cells(
+    request: Request, claims: ClaimsLookup, changes: ChangeSelection | None
+) -> tuple[Sequence[PlannedCell], list[str]]:
+    """Return the cells of ``request``, or those that reach a changed function, and sentences on what they cover."""
+    if changes is None:
+        planned = plan_with_coverage(request, claims)
+        return planned.cells, describe_coverage(planned)
+    selected = select_changed_cells(request, claims, changes)
+    return selected.cells, [selected.description]
 
 
 def describe_stop(records: Sequence[Record], cells: Sequence[PlannedCell]) -> list[str]:
@@ -351,10 +371,11 @@ def run_cells(
             if stop.has_failed(unexpected):
                 return
     except BaseException:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would stop the clean-up and leave ranks behind
-        threads.shutdown(wait=False, cancel_futures=True)
-        for runner in runners:
-            runner.close()
+        with ignore_interrupts():  # a second Ctrl-C would stop the clean-up and leave ranks behind
+            threads.shutdown(wait=False, cancel_futures=True)
+            for runner in runners:
+                runner.close()
+            threads.shutdown(wait=True)
         raise
     finally:
         threads.shutdown(wait=True, cancel_futures=True)

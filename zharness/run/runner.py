@@ -57,8 +57,8 @@ JUDGE_TIMEOUT = 600.0  # seconds; the judge runs no engine, so it hangs only if 
 class WithheldPolicy(Enum):
     """The treatment of cells that need a feature that the engine does not claim: skip or run them."""
 
-    SKIP = "left"
-    TRY = "tried"  # if the law holds nevertheless, the record names the feature as withheld
+    SKIP = "skip"
+    TRY = "try"  # if the law holds nevertheless, the record names the feature as withheld
 
 
 class Runner:
