@@ -96,7 +96,7 @@ def plant_fault(path: str, options: RunOptions) -> PlantedResult:
     mutant, stage, drawn, changes = draw_fault(path)
     try:
         reds = find_broken_laws(ModelCheckRequest(path, engine=mutant.engine, stages=(stage,)), options)
-        right = ModelCheckRequest(path, engine=mutant.over, stages=(stage,), only=tuple(reds))
+        right = ModelCheckRequest(path, engine=mutant.wraps, stages=(stage,), only=tuple(reds))
         also_right = find_broken_laws(right, options) if reds else []
     except UsageError as error:
         return PlantedResult(path, mutant.name, stage, drawn, changes, (), refusal=str(error))
@@ -126,7 +126,7 @@ def draw_fault(path: str) -> tuple[Mutant, int, int, str]:
             )
 
         for drawn, (mutant, stage) in enumerate(faults, start=1):
-            right = record(mutant.over, stage)
+            right = record(mutant.wraps, stage)
             wrong = right and record(mutant.engine, stage)
             changes = find_difference(wrong, right, WORLD_SIZE) if wrong and right else ""
             if changes:
@@ -170,7 +170,7 @@ def list_rows(results: Sequence[PlantedResult]) -> Iterator[list[str]]:
             result = by_model[path]
             first = result.found_by[0] if result.found_by else ("refused" if result.refusal else "not found")
             more = f" and {len(result.found_by) - 1} more" if len(result.found_by) > 1 else ""
-            where = f"{MUTANTS[result.mutant].over} {result.stage}"
+            where = f"{MUTANTS[result.mutant].wraps} {result.stage}"
             yield [path.partition(":")[2], result.mutant, where, result.changes, first + more]
 
 

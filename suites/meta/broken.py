@@ -16,66 +16,66 @@ import torch
 from torch import Tensor, nn
 
 from zharness.engines import Capabilities, Engine, EngineConfig, Feature
-from zharness.mutants.around import Around
+from zharness.mutants.wrapper import EngineWrapper
 
 
-class Crashing(Around):
+class Crashing(EngineWrapper):
     """Raises in its backward."""
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         raise IndexError("list index out of range")
 
 
-class Hanging(Around):
+class Hanging(EngineWrapper):
     """Never returns from its backward on rank 1."""
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         if torch.distributed.get_rank() == 1:
             threading.Event().wait()
-        self.right.backward(loss, retain_graph=retain_graph)
+        self.base.backward(loss, retain_graph=retain_graph)
 
 
-class Dying(Around):
+class Dying(EngineWrapper):
     """Dies of a segmentation fault in its backward on rank 1."""
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         if torch.distributed.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGSEGV)
-        self.right.backward(loss, retain_graph=retain_graph)
+        self.base.backward(loss, retain_graph=retain_graph)
 
 
-class WrongNames(Around):
+class WrongNames(EngineWrapper):
     """Reports gradients under names that the model does not have."""
 
     def full_grads(self) -> dict[str, Tensor]:
-        return {f"module.{name}": grad for name, grad in self.right.full_grads().items()}
+        return {f"module.{name}": grad for name, grad in self.base.full_grads().items()}
 
 
-class ReturnsNothing(Around):
+class ReturnsNothing(EngineWrapper):
     """Returns None instead of gradients."""
 
     def full_grads(self) -> dict[str, Tensor]:
         return None  # type: ignore[return-value]
 
 
-class WrongShapes(Around):
+class WrongShapes(EngineWrapper):
     """Reports flattened gradients."""
 
     def full_grads(self) -> dict[str, Tensor]:
-        return {name: grad.flatten() for name, grad in self.right.full_grads().items()}
+        return {name: grad.flatten() for name, grad in self.base.full_grads().items()}
 
 
-class ShardsLeft(Around):
+class ShardsLeft(EngineWrapper):
     """Leaves, on rank 0, the first weight a shard when it is closed."""
 
     def close(self) -> None:
-        self.right.close()
+        self.base.close()
         if torch.distributed.get_rank() == 0:
             first = next(self.module.parameters())
             first.data = first.detach().flatten()[:1].clone()
 
 
-class ChangesWeights(Around):
+class ChangesWeights(EngineWrapper):
     """Initialises one weight anew on rank 1."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -84,14 +84,14 @@ class ChangesWeights(Around):
             nn.init.ones_(next(model.parameters()))
 
 
-class ChangesWeightsInside(Around):
+class ChangesWeightsInside(EngineWrapper):
     """Reports other weights than those of the model that it was built with."""
 
     def full_params(self) -> dict[str, Tensor]:
-        return {name: weight + 1 for name, weight in self.right.full_params().items()}
+        return {name: weight + 1 for name, weight in self.base.full_params().items()}
 
 
-class Renames(Around):
+class Renames(EngineWrapper):
     """Adds a buffer to the model, which adds a name to its state dict."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -99,7 +99,7 @@ class Renames(Around):
         model.register_buffer("steps", torch.zeros(()))
 
 
-class StopsTraining(Around):
+class StopsTraining(EngineWrapper):
     """Leaves a module in eval mode."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -107,7 +107,7 @@ class StopsTraining(Around):
         next(model.children()).eval()
 
 
-class Freezes(Around):
+class Freezes(EngineWrapper):
     """Freezes the first parameter."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -115,7 +115,7 @@ class Freezes(Around):
         next(model.parameters()).requires_grad_(False)
 
 
-class ChangesABuffer(Around):
+class ChangesABuffer(EngineWrapper):
     """Adds the rank to every buffer, which changes it on all ranks but the first."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -124,7 +124,7 @@ class ChangesABuffer(Around):
             buffer.add_(torch.distributed.get_rank())
 
 
-class ConvertsABuffer(Around):
+class ConvertsABuffer(EngineWrapper):
     """Converts the model's buffers to float64."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -134,7 +134,7 @@ class ConvertsABuffer(Around):
                 setattr(module, name, buffer.double())
 
 
-class ChangesAFactor(Around):
+class ChangesAFactor(EngineWrapper):
     """Adds 1 to every parameter with a single element."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -144,31 +144,31 @@ class ChangesAFactor(Around):
                 parameter.data.add_(1)
 
 
-class LacksAMethod(Around):
+class LacksAMethod(EngineWrapper):
     """Has no ``save`` method."""
 
     save = None
 
 
-class Modest(Around):
+class Modest(EngineWrapper):
     """Does not claim a second backward on a retained graph, which works."""
 
     @classmethod
-    def claims(cls, right: Capabilities) -> Capabilities:
-        return replace(right, stages=frozenset({0}), refuses={Feature.RETAIN_GRAPH: "who knows"})
+    def claims(cls, base: Capabilities) -> Capabilities:
+        return replace(base, stages=frozenset({0}), refuses={Feature.RETAIN_GRAPH: "who knows"})
 
 
-class ReplacesLinear(Around):
+class ReplacesLinear(EngineWrapper):
     """Replaces a function of torch for the whole process by one that computes the same."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
-        right = self.linear = nn.functional.linear
-        nn.functional.linear = lambda *args: right(*args)
+        original = self.linear = nn.functional.linear
+        nn.functional.linear = lambda *args: original(*args)
 
     def close(self) -> None:
         nn.functional.linear = self.linear
-        self.right.close()
+        self.base.close()
 
 
 class NotAnEngine:

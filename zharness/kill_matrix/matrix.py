@@ -131,7 +131,7 @@ def render_mutants_table(matrix: KillMatrix) -> str:
         shown = ", ".join(killers[:3]) + (", ..." if len(killers) > 3 else "")
         verdict = shown or (f"equivalent: {mutant.equivalent}" if mutant.equivalent else "SURVIVES")
         stages = ",".join(map(str, mutant.stages))
-        rows.append([mutant.name, mutant.over, stages, len(killers), verdict])
+        rows.append([mutant.name, mutant.wraps, stages, len(killers), verdict])
     return tabulate(
         rows, ["mutant", "over", "stage", "killers", "killed by"], maxcolwidths=[None, None, None, None, 70]
     )

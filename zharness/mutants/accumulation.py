@@ -16,7 +16,6 @@ from zharness.engines import (
 )
 from zharness.engines.reference import ReferenceEngine
 from zharness.mutants import seams
-from zharness.mutants.around import Around, CountsMicroBatches, in_backward
 from zharness.mutants.mutant import (
     ALL_STAGES,
     FaultKind,
@@ -26,44 +25,45 @@ from zharness.mutants.mutant import (
     mutant,
     mutant_factory,
 )
+from zharness.mutants.wrapper import CountsMicroBatches, EngineWrapper, in_backward
 from zharness.parity import Part
 
 
 @mutant(
     FaultKind.SCALE, Target("training.accumulation", variant="engine"), origin=Origin.SCALE, imitates=deepspeed(8224)
 )
-class DividesTwiceByTheAccumulation(Around):
+class DividesTwiceByTheAccumulation(EngineWrapper):
     """Divides both the loss and the gradient by the accumulation steps."""
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         owned = self.config.accumulation_owner is AccumulationOwner.ENGINE
-        self.right.backward(loss / self.config.accumulation_steps if owned else loss, retain_graph=retain_graph)
+        self.base.backward(loss / self.config.accumulation_steps if owned else loss, retain_graph=retain_graph)
 
 
 @mutant(FaultKind.SCALE, Target("training.accumulation", variant="engine"), origin=Origin.SCALE)
-class NeverDividesByTheAccumulation(Around):
+class NeverDividesByTheAccumulation(EngineWrapper):
     """Sums the gradients of an accumulation window's micro-batches instead of averaging them."""
 
     stages = (2,)
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         owned = self.config.accumulation_owner is AccumulationOwner.ENGINE
-        self.right.backward(loss * self.config.accumulation_steps if owned else loss, retain_graph=retain_graph)
+        self.base.backward(loss * self.config.accumulation_steps if owned else loss, retain_graph=retain_graph)
 
 
 @mutant(FaultKind.SCALE, Target("training.accumulation", variant="engine"), origin=Origin.ONLOOKERS)
-class ScaleDivides(Around):
+class ScaleDivides(EngineWrapper):
     """Divides the loss by the accumulation steps in ``scale``, although the engine also divides gradients by them."""
 
     def scale(self, loss: Tensor) -> Tensor:
-        scaled: Tensor = self.right.scale(loss)
+        scaled: Tensor = self.base.scale(loss)
         return scaled / self.config.accumulation_steps
 
 
 @mutant_factory(
     FaultKind.SCALE,
     Target("backward.autograd_grad", model="blocks"),
-    over="reference",
+    wraps="reference",
     stages=ALL_STAGES,
     origin=Origin.BLIND_2,
 )
@@ -83,12 +83,12 @@ def sum_forgets_accumulation(model: nn.Module, config: EngineConfig) -> Referenc
     origin=Origin.CONTRIBUTIONS,
     imitates=deepspeed(7718),
 )
-class LosesAMicroBatch(Around):
+class LosesAMicroBatch(EngineWrapper):
     """Drops, in each backward, the gradients that earlier backwards accumulated."""
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        self.right.zero_grad()
-        self.right.backward(loss, retain_graph=retain_graph)
+        self.base.zero_grad()
+        self.base.backward(loss, retain_graph=retain_graph)
 
 
 @mutant(
@@ -96,7 +96,7 @@ class LosesAMicroBatch(Around):
     Target("training.accumulation", Part.ACCUMULATION, variant="engine"),
     origin=Origin.CONTRIBUTIONS,
 )
-class CountsTheLastMicroBatchTwice(Around):
+class CountsTheLastMicroBatchTwice(EngineWrapper):
     """Counts the last micro-batch of an accumulation window twice if the engine owns accumulation."""
 
     seen = 0
@@ -106,7 +106,7 @@ class CountsTheLastMicroBatchTwice(Around):
         owned = self.config.accumulation_owner is AccumulationOwner.ENGINE
         self.seen = self.seen % steps + 1
         twice = owned and steps > 1 and self.seen == steps
-        self.right.backward(2 * loss if twice else loss, retain_graph=retain_graph)
+        self.base.backward(2 * loss if twice else loss, retain_graph=retain_graph)
 
 
 class _CountsBackwards(ReferenceEngine):
@@ -139,7 +139,7 @@ class _CountsBackwards(ReferenceEngine):
 @mutant_factory(
     FaultKind.CONTRIBUTION,
     Target("training.several_backwards", Part.OPTIMIZER, variant="window"),
-    over="reference",
+    wraps="reference",
     stages=ALL_STAGES,
     origin=Origin.BLIND_1,
 )
@@ -163,7 +163,7 @@ class _KeepsCount(ReferenceEngine):
 @mutant_factory(
     FaultKind.CONTRIBUTION,
     Target("training.several_backwards", Part.OPTIMIZER, variant="given_up"),
-    over="reference",
+    wraps="reference",
     stages=ALL_STAGES,
     origin=Origin.BLIND_2,
 )
@@ -178,7 +178,7 @@ def zero_grad_keeps_count(model: nn.Module, config: EngineConfig) -> ReferenceEn
 @mutant_factory(
     FaultKind.CONTRIBUTION,
     Target("training.several_backwards", Part.OPTIMIZER, variant="given_up"),
-    over="reference",
+    wraps="reference",
     stages=ALL_STAGES,
     origin=Origin.BLIND_3,
 )
@@ -193,7 +193,7 @@ def window_survives_zero_grad(model: nn.Module, config: EngineConfig) -> Referen
 @mutant_factory(
     FaultKind.CONTRIBUTION,
     Target("torch_func.grad", Part.ACCUMULATION),
-    over="reference",
+    wraps="reference",
     stages=ALL_STAGES,
     origin=Origin.BLIND_6,
 )
@@ -223,17 +223,17 @@ def forwards_are_counted(model: nn.Module, config: EngineConfig) -> ReferenceEng
 
 
 @mutant(FaultKind.CONTRIBUTION, Target("training.forward_alone", variant="no_grad"), origin=Origin.CONTRIBUTIONS)
-class RemembersForwards(Around):
+class RemembersForwards(EngineWrapper):
     """Divides each loss by the number of forwards since the last backward."""
 
     forwards = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.forwards += 1
-        return self.right(*args, **kwargs)
+        return self.base(*args, **kwargs)
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        self.right.backward(loss / max(self.forwards, 1), retain_graph=retain_graph)
+        self.base.backward(loss / max(self.forwards, 1), retain_graph=retain_graph)
         self.forwards = 0
 
 
@@ -243,34 +243,34 @@ def count_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 
 @mutant(FaultKind.SCALE, Target("training.any_order", Part.LOCAL_GRADIENT, variant="sums"), origin=Origin.ORDERS)
-class WeighsByTheFirstBatch(Around):
+class WeighsByTheFirstBatch(EngineWrapper):
     """Multiplies a loss by its micro-batch's size, divided by the first micro-batch's size, as if losses were sums."""
 
-    over = "ddp"
+    wraps = "ddp"
     first = rows = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.rows = count_rows(args, kwargs)
         self.first = self.first or self.rows
-        return self.right(*args, **kwargs)
+        return self.base(*args, **kwargs)
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        self.right.backward(loss * (self.rows / self.first), retain_graph=retain_graph)
+        self.base.backward(loss * (self.rows / self.first), retain_graph=retain_graph)
 
 
 @mutant(FaultKind.SCALE, Target("training.any_order", variant="steps"), origin=Origin.ORDERS)
-class TakesGraphsForBatches(Around):
+class TakesGraphsForBatches(EngineWrapper):
     """Counts a forward in eval mode as a micro-batch, so the next loss is divided by a number that is too large."""
 
-    over = "ddp"
+    wraps = "ddp"
     graphs = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.graphs += torch.is_grad_enabled() and not self.module.training
-        return self.right(*args, **kwargs)
+        return self.base(*args, **kwargs)
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        self.right.backward(loss / (1 + self.graphs), retain_graph=retain_graph)
+        self.base.backward(loss / (1 + self.graphs), retain_graph=retain_graph)
         self.graphs = 0
 
 
@@ -279,22 +279,22 @@ class TakesGraphsForBatches(Around):
     Target("training.trajectory", None, variant="adamw", cause="full_grads has the wrong names"),
     origin=Origin.CIRCUMSTANCES,
 )
-class DropsWhatIsPending(Around):
+class DropsWhatIsPending(EngineWrapper):
     """Makes ``zero_grad`` discard each forward that has had no backward, so that its backward does nothing."""
 
     forwards = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.forwards += torch.is_grad_enabled()
-        return self.right(*args, **kwargs)
+        return self.base(*args, **kwargs)
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         if self.forwards:
-            self.right.backward(loss, retain_graph=retain_graph)
+            self.base.backward(loss, retain_graph=retain_graph)
 
     def zero_grad(self) -> None:
         self.forwards = 0
-        self.right.zero_grad()
+        self.base.zero_grad()
 
 
 @mutant(
@@ -302,15 +302,15 @@ class DropsWhatIsPending(Around):
     Target("training.several_backwards", Part.OPTIMIZER, variant="same_loss"),
     origin=Origin.BLIND_10,
 )
-class CountsASecondBackwardOfALoss(Around):
+class CountsASecondBackwardOfALoss(EngineWrapper):
     """Counts a second backward of the same loss as a further micro-batch of the window."""
 
     last_loss: Tensor | None = None
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        self.right.backward(loss, retain_graph=retain_graph)
+        self.base.backward(loss, retain_graph=retain_graph)
         if loss is self.last_loss:
-            seams.set_micro_batches(self.right, seams.micro_batches(self.right) + 1)
+            seams.set_micro_batches(self.base, seams.micro_batches(self.base) + 1)
         self.last_loss = loss
 
 
@@ -328,15 +328,17 @@ class DividesEngineBackwardsAlone(CountsMicroBatches):
         self.before: dict[nn.Parameter, Tensor] = {}
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        self.right.backward(loss, retain_graph=retain_graph)
+        self.base.backward(loss, retain_graph=retain_graph)
         self.calls[-1] += 1
 
     def step(self) -> None:
         if any(self.calls) and not self.calls[-1]:
-            for parameter in self.trained():
+            for parameter in self.parameters_with_grad():
                 assert parameter.grad is not None
                 parameter.grad += (self.window - 1) * (parameter.grad - self.before.get(parameter, 0))
         self.count_step()
         self.calls = [*self.calls, 0] if self.micro else [0]
-        self.before = {p: p.grad.clone() for p in self.trained() if p.grad is not None} if self.micro else {}
-        self.right.step()
+        self.before = (
+            {p: p.grad.clone() for p in self.parameters_with_grad() if p.grad is not None} if self.micro else {}
+        )
+        self.base.step()

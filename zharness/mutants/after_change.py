@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from zharness.engines import EngineConfig
 from zharness.mutants import seams
-from zharness.mutants.around import Around, OverDDP, SpoiledLoad
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
-from zharness.mutants.tensor_access import AroundSharded
+from zharness.mutants.tensor_access import ShardedWrapper
+from zharness.mutants.wrapper import DDPWrapper, EngineWrapper, SpoiledLoad
 from zharness.parity import Part
 
 
@@ -31,7 +31,7 @@ def changed(variant: str, part: Part) -> Target:
     changed("loaded", Part.GATHER),
     origin=Origin.BLIND_7,
 )
-class ReadsTheWeightOfTheLastStep(AroundSharded):
+class ReadsTheWeightOfTheLastStep(ShardedWrapper):
     """Keeps every weight that was read, and returns it again until the next step."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -40,16 +40,16 @@ class ReadsTheWeightOfTheLastStep(AroundSharded):
 
     def read_param(self, name: str) -> Tensor | None:
         if name not in self.read:
-            self.read[name] = self.right.read_param(name)
+            self.read[name] = self.base.read_param(name)
         return self.read[name].clone()
 
     def step(self) -> None:
-        self.right.step()
+        self.base.step()
         self.read.clear()
 
 
 @mutant(FaultKind.OPTIMIZER, changed("written_state_before_step", Part.OPTIMIZER), origin=Origin.BLIND_7)
-class ForgetsStateWrittenAfterBackward(AroundSharded):
+class ForgetsStateWrittenAfterBackward(ShardedWrapper):
     """If the caller replaces optimizer state between backward and step, the step starts from the state before it."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -58,19 +58,19 @@ class ForgetsStateWrittenAfterBackward(AroundSharded):
         self.before: dict[tuple[str, str], Tensor] = {}
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        self.right.backward(loss, retain_graph=retain_graph)
+        self.base.backward(loss, retain_graph=retain_graph)
         self.has_gradients = True
 
     def write_optimizer_state(self, name: str, key: str, value: Tensor) -> None:
         if self.has_gradients:
-            self.before.setdefault((name, key), self.right.read_optimizer_state(name, key))
+            self.before.setdefault((name, key), self.base.read_optimizer_state(name, key))
         self.access.write_optimizer_state(name, key, value)
 
     def step(self) -> None:
         for (name, key), value in self.before.items():
             self.access.write_optimizer_state(name, key, value)
         self.before, self.has_gradients = {}, False
-        self.right.step()
+        self.base.step()
 
 
 @mutant(
@@ -79,18 +79,18 @@ class ForgetsStateWrittenAfterBackward(AroundSharded):
     changed("written_param_before_step", Part.OPTIMIZER),
     origin=Origin.BLIND_7,
 )
-class WritingAWeightClearsItsState(AroundSharded):
+class WritingAWeightClearsItsState(ShardedWrapper):
     """If the caller replaces a weight, sets the weight's moments to zero."""
 
     def write_param(self, name: str, value: Tensor) -> None:
         self.access.write_param(name, value)
-        for key, moment in self.right.full_optimizer_state().get(name, {}).items():
+        for key, moment in self.base.full_optimizer_state().get(name, {}).items():
             if key != "step":
                 self.access.write_optimizer_state(name, key, torch.zeros_like(moment))
 
 
 @mutant(FaultKind.SHARDS, changed("groups", Part.OPTIMIZER), origin=Origin.BLIND_7)
-class FindsStateByShape(AroundSharded):
+class FindsStateByShape(ShardedWrapper):
     """If the caller reads optimizer state, returns that of the first trained parameter with the same shape."""
 
     def read_optimizer_state(self, name: str, key: str) -> Tensor | None:
@@ -100,14 +100,14 @@ class FindsStateByShape(AroundSharded):
 
 
 @mutant(FaultKind.STALE, changed("idle", Part.OPTIMIZER), origin=Origin.BLIND_7)
-class ReadsZerosAfterAnIdleStep(AroundSharded):
+class ReadsZerosAfterAnIdleStep(ShardedWrapper):
     """If the caller reads optimizer state after a step without gradients, returns zeros."""
 
     is_idle = False
 
     def step(self) -> None:
-        self.is_idle = not self.right.full_grads()
-        self.right.step()
+        self.is_idle = not self.base.full_grads()
+        self.base.step()
 
     def read_optimizer_state(self, name: str, key: str) -> Tensor | None:
         state = self.access.read_optimizer_state(name, key)
@@ -115,7 +115,7 @@ class ReadsZerosAfterAnIdleStep(AroundSharded):
 
 
 @mutant(FaultKind.STATE, Target("state.several_saves", Part.GATHER, model="experts"), origin=Origin.BLIND_7)
-class SavesTheFirstBuffers(Around):
+class SavesTheFirstBuffers(EngineWrapper):
     """Writes the buffers of the first checkpoint into every later one."""
 
     first: dict[str, Tensor] | None = None
@@ -125,7 +125,7 @@ class SavesTheFirstBuffers(Around):
         now = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
         self.first = self.first or now
         self.set_buffers(self.first)
-        self.right.save(path)
+        self.base.save(path)
         self.set_buffers(now)
 
     def set_buffers(self, values: dict[str, Tensor]) -> None:
@@ -154,13 +154,13 @@ class LoadsOneStepCount(SpoiledLoad):
     Target("state.several_saves", Part.GATHER, model="experts"),
     origin=Origin.BLIND_7,
 )
-class KeepsFrozenWeightsInALoad(Around):
+class KeepsFrozenWeightsInALoad(EngineWrapper):
     """Does not load the weights that are frozen while it loads."""
 
     @torch.no_grad()
     def load(self, path: Path) -> None:
         frozen = [(p, p.clone()) for p in self.module.parameters() if not p.requires_grad]
-        self.right.load(path)
+        self.base.load(path)
         for parameter, value in frozen:
             parameter.copy_(value)
 
@@ -194,14 +194,14 @@ class UnfreezesInALoad(SpoiledLoad):
     Target("parameters.edited_and_stepped", Part.GATHER, model="similar"),
     origin=Origin.BLIND_7,
 )
-class KeepsFrozenWeightsInAnEdit(Around):
+class KeepsFrozenWeightsInAnEdit(EngineWrapper):
     """Ignores edits of frozen weights."""
 
     @contextmanager
     def gathered(self, names: Sequence[str]) -> Iterator[dict[str, Tensor]]:
         params = dict(self.module.named_parameters())
         kept = {name: params[name].detach().clone() for name in names if not params[name].requires_grad}
-        with self.right.gathered(names) as weights:
+        with self.base.gathered(names) as weights:
             yield weights
             with torch.no_grad():
                 for name, value in kept.items():
@@ -213,7 +213,7 @@ class KeepsFrozenWeightsInAnEdit(Around):
     Target("parameters.edited_and_stepped", Part.OPTIMIZER, model="similar", dtype="bf16", stage=2),
     origin=Origin.BLIND_7,
 )
-class StepsFromTheMastersBeforeAnEdit(AroundSharded):
+class StepsFromTheMastersBeforeAnEdit(ShardedWrapper):
     """After an edit, the next step starts from the weights before the edit."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -223,19 +223,19 @@ class StepsFromTheMastersBeforeAnEdit(AroundSharded):
     @contextmanager
     def gathered(self, names: Sequence[str]) -> Iterator[dict[str, Tensor]]:
         trained = {name for name, parameter in self.module.named_parameters() if parameter.requires_grad}
-        self.before = {name: self.right.read_param(name) for name in names if name in trained}
-        with self.right.gathered(names) as weights:
+        self.before = {name: self.base.read_param(name) for name in names if name in trained}
+        with self.base.gathered(names) as weights:
             yield weights
 
     def step(self) -> None:
         for name, weight in self.before.items():
             self.access.write_param(name, weight)
         self.before = {}
-        self.right.step()
+        self.base.step()
 
 
 @mutant(FaultKind.CLIPPING, Target("training.calls_under_modes", variant="autocast"), origin=Origin.BLIND_7)
-class NormInTheCallersAutocast(Around):
+class NormInTheCallersAutocast(EngineWrapper):
     """Computes the norm by a matrix product, which the caller's torch.autocast rounds."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -245,12 +245,12 @@ class NormInTheCallersAutocast(Around):
             def norm_in_low_precision() -> float:
                 if not torch.is_autocast_enabled("cpu"):
                     return norm()
-                flat = torch.cat([grad.flatten() for grad in seams.reduced_grads(self.right).values()])
+                flat = torch.cat([grad.flatten() for grad in seams.reduced_grads(self.base).values()])
                 return math.sqrt(float(flat[None] @ flat[:, None]))
 
             return norm_in_low_precision
 
-        seams.wrap_grad_norm(self.right, wrap)
+        seams.wrap_grad_norm(self.base, wrap)
 
 
 @mutant(
@@ -259,15 +259,15 @@ class NormInTheCallersAutocast(Around):
     Target("values.skipped_step", Part.OPTIMIZER, dtype="fp16", stage=2, variant="clipped"),
     origin=Origin.BLIND_7,
 )
-class ClearsMomentsInASkippedStep(AroundSharded):
+class ClearsMomentsInASkippedStep(ShardedWrapper):
     """Sets every moment of the optimizer to zero in a step that is skipped for an overflow."""
 
     def step(self) -> None:
-        before = self.right.observe().skipped_steps
-        self.right.step()
-        if self.right.observe().skipped_steps == before:
+        before = self.base.observe().skipped_steps
+        self.base.step()
+        if self.base.observe().skipped_steps == before:
             return
-        for name, state in self.right.full_optimizer_state().items():
+        for name, state in self.base.full_optimizer_state().items():
             for key, moment in state.items():
                 if key != "step":
                     self.access.write_optimizer_state(name, key, torch.zeros_like(moment))
@@ -278,19 +278,19 @@ class ClearsMomentsInASkippedStep(AroundSharded):
     Target("values.skipped_step", dtype="fp16", stage=2, variant="clipped"),
     origin=Origin.BLIND_7,
 )
-class DoublesTheNormAfterASkippedStep(AroundSharded):
+class DoublesTheNormAfterASkippedStep(ShardedWrapper):
     """Reports twice the norm of the step after a step that was skipped for an overflow."""
 
     skipped = after_skipped = 0
 
     def step(self) -> None:
         self.after_skipped = self.skipped
-        before = self.right.observe().skipped_steps
-        self.right.step()
-        self.skipped = self.right.observe().skipped_steps - before
+        before = self.base.observe().skipped_steps
+        self.base.step()
+        self.skipped = self.base.observe().skipped_steps - before
 
     def grad_norm(self) -> float | None:
-        norm: float | None = self.right.grad_norm()
+        norm: float | None = self.base.grad_norm()
         return norm if norm is None or not self.after_skipped else 2 * norm
 
 
@@ -299,16 +299,16 @@ class DoublesTheNormAfterASkippedStep(AroundSharded):
     Target("values.not_finite", Part.OPTIMIZER, model="experts", variant="one_inf_clipped"),
     origin=Origin.BLIND_7,
 )
-class ClipsInfinityToZero(OverDDP):
+class ClipsInfinityToZero(DDPWrapper):
     """If clipping is configured and the norm is infinite, sets every gradient to zero."""
 
     def step(self) -> None:
-        grads = [parameter.grad for parameter in self.trained() if parameter.grad is not None]
+        grads = [parameter.grad for parameter in self.parameters_with_grad() if parameter.grad is not None]
         infinite = math.isinf(float(torch.stack([grad.norm() for grad in grads]).norm())) if grads else False
         if self.config.clip is not None and infinite:
             for grad in grads:
                 grad.zero_()
-        self.right.step()
+        self.base.step()
 
 
 @mutant(
@@ -316,11 +316,11 @@ class ClipsInfinityToZero(OverDDP):
     Target("backward.outputs", None, model="blocks", variant="named_tuple", cause="the engine's forward a tuple"),
     origin=Origin.BLIND_7,
 )
-class ReturnsPlainTuples(Around):
+class ReturnsPlainTuples(EngineWrapper):
     """Returns a plain tuple in place of a named tuple."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        output = self.right(*args, **kwargs)
+        output = self.base(*args, **kwargs)
         return tuple(output) if isinstance(output, tuple) else output
 
 
@@ -329,12 +329,12 @@ class ReturnsPlainTuples(Around):
     Target("window.partly_used", Part.OPTIMIZER, model="experts", variant="first_4_by_engine_scaled"),
     origin=Origin.BLIND_7,
 )
-class ScaleDividesByTwo(Around):
+class ScaleDividesByTwo(EngineWrapper):
     """Divides a loss in ``scale`` by 2, also in windows of the engine that have more micro-batches."""
 
     def scale(self, loss: Tensor) -> Tensor:
         excess = max(self.config.accumulation_steps // 2, 1)
-        scaled: Tensor = self.right.scale(loss * excess)
+        scaled: Tensor = self.base.scale(loss * excess)
         return scaled
 
 
@@ -344,11 +344,11 @@ class ScaleDividesByTwo(Around):
     Target("window.partly_used_on_some_ranks", Part.OPTIMIZER, model="experts", variant="changing_ranks_1"),
     origin=Origin.BLIND_7,
 )
-class AveragesOverTheRanksWithGradients(Around):
+class AveragesOverTheRanksWithGradients(EngineWrapper):
     """Averages a gradient over the ranks that have it, if the accumulation window has one micro-batch."""
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        self.right.backward(loss, retain_graph=retain_graph)
+        self.base.backward(loss, retain_graph=retain_graph)
         used = torch.tensor([float(parameter.grad is not None) for parameter in self.module.parameters()])
         torch.distributed.all_reduce(used)
         world_size = torch.distributed.get_world_size()

@@ -19,7 +19,6 @@ from zharness.engines import (
 from zharness.engines.reference import ReferenceEngine
 from zharness.engines.torch_engine import TorchEngine
 from zharness.mutants import seams, seams_engines
-from zharness.mutants.around import Around, in_backward
 from zharness.mutants.mutant import (
     ALL_STAGES,
     FaultKind,
@@ -29,6 +28,7 @@ from zharness.mutants.mutant import (
     mutant,
     mutant_factory,
 )
+from zharness.mutants.wrapper import EngineWrapper, in_backward
 from zharness.parity import Part
 
 
@@ -38,7 +38,7 @@ from zharness.parity import Part
     origin=Origin.PRECISION,
     imitates=deepspeed(6993),
 )
-class ForgetsAutocast(Around):
+class ForgetsAutocast(EngineWrapper):
     """Accepts a ``torch_autocast`` section but computes in fp32."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -51,7 +51,7 @@ class ForgetsAutocast(Around):
     Target("precision.autocast_states", Part.REDUCTION, model="recomputed"),
     origin=Origin.PRECISION,
 )
-class RecomputesWithoutAutocast(Around):
+class RecomputesWithoutAutocast(EngineWrapper):
     """Disables autocast in the last linear layer while a backward recomputes the layer's forward."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -77,12 +77,12 @@ class RecomputesWithoutAutocast(Around):
     origin=Origin.PRECISION,
     imitates=deepspeed(7916),
 )
-class BackwardLeavesAutocast(Around):
+class BackwardLeavesAutocast(EngineWrapper):
     """Runs its backward with autocast disabled, even if the caller runs the backward under torch.autocast."""
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         with torch.autocast("cpu", enabled=False):
-            self.right.backward(loss, retain_graph=retain_graph)
+            self.base.backward(loss, retain_graph=retain_graph)
 
 
 @mutant(
@@ -91,13 +91,13 @@ class BackwardLeavesAutocast(Around):
     origin=Origin.PRECISION,
     imitates=deepspeed(8113),
 )
-class GathersOneDtype(Around):
+class GathersOneDtype(EngineWrapper):
     """Gathers the weights of a forward under ``torch_autocast`` together, and raises if they have two dtypes."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if "torch_autocast" in self.config.options and len({weight.dtype for weight in self.module.parameters()}) > 1:
             raise AssertionError("all weights of a gather must have the same dtype")
-        return self.right(*args, **kwargs)
+        return self.base(*args, **kwargs)
 
 
 @mutant(
@@ -105,7 +105,7 @@ class GathersOneDtype(Around):
     Target("precision.weights_of_two_dtypes", Part.FORWARD, model="adapted"),
     origin=Origin.PRECISION,
 )
-class OffsetsOfOneDtype(Around):
+class OffsetsOfOneDtype(EngineWrapper):
     """Reads weights of a second dtype one element too late from the buffer of a gather under ``torch_autocast``."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -113,18 +113,18 @@ class OffsetsOfOneDtype(Around):
         late = [weight for weight in weights if weight.dtype != first.dtype and "torch_autocast" in self.config.options]
         for weight in late:
             weight.data = weight.data.flatten().roll(-1).view_as(weight)
-        output = self.right(*args, **kwargs)
+        output = self.base(*args, **kwargs)
         for weight in late:
             weight.data = weight.data.flatten().roll(1).view_as(weight)
         return output
 
 
 @mutant(FaultKind.AUTOCAST, Target("precision.autocast_nested", Part.FORWARD, model="mixed"), origin=Origin.PRECISION)
-class OuterAutocastWins(Around):
+class OuterAutocastWins(EngineWrapper):
     """Ignores its ``torch_autocast`` section if the caller runs the engine under torch.autocast."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs) if torch.is_autocast_enabled("cpu") else self.right(*args, **kwargs)
+        return self.module(*args, **kwargs) if torch.is_autocast_enabled("cpu") else self.base(*args, **kwargs)
 
 
 @mutant(
@@ -132,38 +132,38 @@ class OuterAutocastWins(Around):
     Target("precision.autocast_nested", Part.GATHER, model="mixed", parameter="torch.autocast"),
     origin=Origin.CIRCUMSTANCES,
 )
-class LeavesAutocastOn(Around):
+class LeavesAutocastOn(EngineWrapper):
     """Leaves torch.autocast enabled for the whole thread if a forward raises, because a ``finally`` is missing."""
 
-    over = "ddp"
+    wraps = "ddp"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        section = seams_engines.autocast(self.right)
+        section = seams_engines.autocast(self.base)
         section.__enter__()
-        output = seams_engines.call_forward(self.right, *args, **kwargs)
+        output = seams_engines.call_forward(self.base, *args, **kwargs)
         section.__exit__(None, None, None)
         return output
 
     def close(self) -> None:
-        self.right.close()
+        self.base.close()
         torch.set_autocast_enabled("cpu", False)  # the next cell of this process must not run under autocast
 
 
 @mutant(
     FaultKind.AUTOCAST, Target("precision.autocast_policy", Part.FORWARD, model="mixed"), origin=Origin.CIRCUMSTANCES
 )
-class EvaluatesWithOldCasts(Around):
+class EvaluatesWithOldCasts(EngineWrapper):
     """Casts its weights for evaluation once under torch_autocast, and still uses these casts after a step."""
 
-    over = "ddp"
+    wraps = "ddp"
     cast: dict[str, Tensor] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() or not self.config.options.get("torch_autocast"):
-            return self.right(*args, **kwargs)
+            return self.base(*args, **kwargs)
         if self.cast is None:
             self.cast = {name: tensor.detach().clone() for name, tensor in self.module.named_parameters()}
-        with seams_engines.autocast(self.right):
+        with seams_engines.autocast(self.base):
             return torch.func.functional_call(self.module, self.cast, args, kwargs)
 
 
@@ -176,7 +176,7 @@ class _BackwardInAutocast(ReferenceEngine):
 @mutant_factory(
     FaultKind.AUTOCAST,
     Target("precision.autocast_states", model="mixed"),
-    over="reference",
+    wraps="reference",
     stages=ALL_STAGES,
     origin=Origin.BLIND_2,
 )
@@ -198,7 +198,7 @@ class _BackwardUnderAutocast(TorchEngine):
 @mutant_factory(
     FaultKind.AUTOCAST,
     Target("precision.autocast_policy", model="mixed"),
-    over="ddp",
+    wraps="ddp",
     stages=(0,),
     origin=Origin.BLIND_3,
 )
@@ -216,7 +216,7 @@ def backward_under_autocast(model: nn.Module, config: EngineConfig) -> TorchEngi
 @mutant_factory(
     FaultKind.AUTOCAST,
     Target("precision.autocast_policy", Part.LOCAL_GRADIENT, model="mixed"),
-    over="fsdp2",
+    wraps="fsdp2",
     stages=(2, 3),
     origin=Origin.BLIND_4,
 )
@@ -237,7 +237,7 @@ def fsdp2_autocast_only_with_grad(model: nn.Module, config: EngineConfig) -> Tor
 @mutant_factory(
     FaultKind.AUTOCAST,
     Target("precision.autocast_nested", Part.FORWARD, model="mixed", parameter="loss"),
-    over="fsdp2",
+    wraps="fsdp2",
     stages=(2, 3),
     origin=Origin.BLIND_6,
 )
@@ -264,10 +264,10 @@ def users_autocast_is_switched_off(model: nn.Module, config: EngineConfig) -> To
     Target("precision.autocast_policy", Part.FORWARD, model="mixed", variant="transformed"),
     origin=Origin.BLIND_10,
 )
-class TransformsWithoutAutocast(Around):
+class TransformsWithoutAutocast(EngineWrapper):
     """Runs a forward that torch.func transforms outside of the configured torch.autocast."""
 
     stages = ALL_STAGES
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs) if torch_private.is_transforming() else self.right(*args, **kwargs)
+        return self.module(*args, **kwargs) if torch_private.is_transforming() else self.base(*args, **kwargs)

@@ -15,7 +15,6 @@ from zharness.engines import (
 )
 from zharness.engines.reference import ReferenceEngine
 from zharness.mutants import seams
-from zharness.mutants.around import Around, HookedParameters, in_backward
 from zharness.mutants.mutant import (
     FaultKind,
     Origin,
@@ -25,6 +24,7 @@ from zharness.mutants.mutant import (
     mutant_factory,
     pytorch,
 )
+from zharness.mutants.wrapper import EngineWrapper, HookedParameters, in_backward
 from zharness.parity import Part
 
 
@@ -34,10 +34,10 @@ from zharness.parity import Part
     origin=Origin.CONTRIBUTIONS,
     imitates=pytorch(47260),
 )
-class ReducesNoSecondBackward(Around):
+class ReducesNoSecondBackward(EngineWrapper):
     """Does not reduce the second backward on a retained graph, as DDP does."""
 
-    over = "ddp"
+    wraps = "ddp"
 
 
 @mutant(
@@ -69,7 +69,7 @@ class OnlyTheFirstBackwardCounts(HookedParameters):
 
     def zero_grad(self) -> None:
         self.first = -1
-        self.right.zero_grad()
+        self.base.zero_grad()
 
 
 @mutant(
@@ -78,7 +78,7 @@ class OnlyTheFirstBackwardCounts(HookedParameters):
     origin=Origin.CONTRIBUTIONS,
     imitates=deepspeed(8045),
 )
-class StepsOnTheFirstLoss(Around):
+class StepsOnTheFirstLoss(EngineWrapper):
     """After a retained backward, reports the gradient of the second loss, but steps with that of the first loss."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -86,16 +86,16 @@ class StepsOnTheFirstLoss(Around):
         self.kept: dict[str, Tensor] = {}
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        self.right.backward(loss, retain_graph=retain_graph)
+        self.base.backward(loss, retain_graph=retain_graph)
         if retain_graph:
-            self.kept = {name: grad.clone() for name, grad in self.right.full_grads().items()}
+            self.kept = {name: grad.clone() for name, grad in self.base.full_grads().items()}
 
     def step(self) -> None:
-        reduced = seams.reduce_pending(self.right) if self.kept else {}
+        reduced = seams.reduce_pending(self.base) if self.kept else {}
         for name, grad in self.kept.items():
             reduced[name].copy_(grad)
         self.kept = {}
-        self.right.step()
+        self.base.step()
 
 
 @mutant(
@@ -104,19 +104,19 @@ class StepsOnTheFirstLoss(Around):
     origin=Origin.CONTRIBUTIONS,
     imitates=deepspeed(8045),
 )
-class LosesTheSecondManualBackward(Around):
+class LosesTheSecondManualBackward(EngineWrapper):
     """Multiplies each loss that ``scale`` returns by zero, except the first loss of a step."""
 
     scaled = 0
 
     def scale(self, loss: Tensor) -> Tensor:
         self.scaled += 1
-        ready: Tensor = self.right.scale(loss)
+        ready: Tensor = self.base.scale(loss)
         return ready * float(self.scaled == 1)
 
     def step(self) -> None:
         self.scaled = 0
-        self.right.step()
+        self.base.step()
 
 
 @mutant(
@@ -132,7 +132,7 @@ class LosesTheSecondManualBackward(Around):
     origin=Origin.CONTRIBUTIONS,
     imitates=deepspeed(8245),
 )
-class ZeroGradForgetsNothing(Around):
+class ZeroGradForgetsNothing(EngineWrapper):
     """Does nothing in ``zero_grad``, so that the gradients are kept."""
 
     def zero_grad(self) -> None:
@@ -140,14 +140,14 @@ class ZeroGradForgetsNothing(Around):
 
 
 @mutant(FaultKind.CONTRIBUTION, Target("training.any_order", Part.ACCUMULATION, variant="sums"), origin=Origin.ORDERS)
-class ForgetsAtAFailedForward(Around):
+class ForgetsAtAFailedForward(EngineWrapper):
     """Drops the accumulated gradients if a forward raises."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            return self.right(*args, **kwargs)
+            return self.base(*args, **kwargs)
         except Exception:
-            self.right.zero_grad()
+            self.base.zero_grad()
             raise
 
 
@@ -157,13 +157,13 @@ class ForgetsAtAFailedForward(Around):
     origin=Origin.CONTRIBUTIONS,
     imitates=deepspeed(8045),
 )
-class LeaksAFlagAfterAnException(Around):
+class LeaksAFlagAfterAnException(EngineWrapper):
     """Doubles the gradients of the next backward after a backward that raised, because a flag stays set."""
 
     running = -1
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        output = self.right(*args, **kwargs)
+        output = self.base(*args, **kwargs)
         if isinstance(output, Tensor) and output.requires_grad:
             output.register_hook(self.set_flag)  # type: ignore[no-untyped-call]
         return output
@@ -201,7 +201,7 @@ class _ReducedOnce(ReferenceEngine):
 @mutant_factory(
     FaultKind.CONTRIBUTION,
     Target("checkpointing.two_regions", model="blocks", variant="reentrant"),
-    over="reference",
+    wraps="reference",
     stages=(2,),
     origin=Origin.BLIND_2,
 )
@@ -234,7 +234,7 @@ def second_arrival_is_dropped(model: nn.Module, config: EngineConfig) -> Referen
 @mutant_factory(
     FaultKind.CONTRIBUTION,
     Target("training.accumulation", Part.ACCUMULATION, variant="caller"),
-    over="reference",
+    wraps="reference",
     stages=(2,),
     origin=Origin.BLIND_3,
 )
@@ -263,7 +263,7 @@ def second_backward_dropped(model: nn.Module, config: EngineConfig) -> Reference
 @mutant_factory(
     FaultKind.CONTRIBUTION,
     Target("training.several_backwards", Part.ACCUMULATION),
-    over="reference",
+    wraps="reference",
     stages=(2,),
     origin=Origin.BLIND_6,
 )
@@ -300,7 +300,7 @@ def one_gradient_per_forward(model: nn.Module, config: EngineConfig) -> Referenc
 @mutant_factory(
     FaultKind.GRAPH,
     Target("checkpointing.block", None, model="blocks", variant="reentrant", cause="missing ['last.weight']"),
-    over="reference",
+    wraps="reference",
     stages=(2,),
     origin=Origin.BLIND_1,
 )
@@ -337,7 +337,7 @@ def reentrant_end_drops_outer(model: nn.Module, config: EngineConfig) -> Referen
 @mutant_factory(
     FaultKind.GRAPH,
     Target("backward.autograd_grad", None, model="blocks", cause="full_grads has gradients of"),
-    over="reference",
+    wraps="reference",
     stages=(0, 1),
     origin=Origin.BLIND_3,
 )

@@ -17,7 +17,6 @@ from zharness.engines import (
 from zharness.engines.reference import ReferenceEngine
 from zharness.engines.torch_engine import LOW_PRECISION_DTYPES, TorchEngine
 from zharness.mutants import seams
-from zharness.mutants.around import Around, SpoiledLoad
 from zharness.mutants.mutant import (
     ALL_STAGES,
     FaultKind,
@@ -26,6 +25,7 @@ from zharness.mutants.mutant import (
     mutant,
     mutant_factory,
 )
+from zharness.mutants.wrapper import EngineWrapper, SpoiledLoad
 from zharness.parity import Part
 
 
@@ -34,7 +34,7 @@ from zharness.parity import Part
     Target("precision.buffers_keep_dtype", Part.OPTIMIZER, model="mixed", variant="bf16"),
     origin=Origin.PRECISION,
 )
-class LowersBuffers(Around):
+class LowersBuffers(EngineWrapper):
     """Converts the model's floating-point buffers to bf16 together with its parameters."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -48,7 +48,7 @@ class LowersBuffers(Around):
 @mutant_factory(
     FaultKind.AUTOCAST,
     Target("precision.buffers_keep_dtype", None, model="mixed", variant="declared", cause="the buffer 'shift'"),
-    over="reference",
+    wraps="reference",
     stages=ALL_STAGES,
     origin=Origin.BLIND_2,
 )
@@ -72,11 +72,11 @@ def low_precision_rounds_buffers(model: nn.Module, config: EngineConfig) -> Refe
     Target("training.buffers", Part.FORWARD, model="stateful", parameter="norm.running*"),
     origin=Origin.ONLOOKERS,
 )
-class SharesStatistics(Around):
+class SharesStatistics(EngineWrapper):
     """Averages floating-point buffers over ranks after each backward."""
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        self.right.backward(loss, retain_graph=retain_graph)
+        self.base.backward(loss, retain_graph=retain_graph)
         for buffer in self.module.buffers():
             if buffer.is_floating_point():
                 dist.all_reduce(buffer)
@@ -88,15 +88,15 @@ class SharesStatistics(Around):
     Target("training.modes", Part.FORWARD, model="stateful", parameter="norm.running*"),
     origin=Origin.ONLOOKERS,
 )
-class ForwardsOnACopyOfBuffers(Around):
+class ForwardsOnACopyOfBuffers(EngineWrapper):
     """Restores all buffers after each forward, so that running statistics never change."""
 
-    over = "fsdp2"
+    wraps = "fsdp2"
     stages = (2, 3)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         kept = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
-        output = self.right(*args, **kwargs)
+        output = self.base(*args, **kwargs)
         for name, buffer in self.module.named_buffers():
             buffer.data = kept[name]
         return output
@@ -107,11 +107,11 @@ class ForwardsOnACopyOfBuffers(Around):
     Target("precision.buffers_keep_dtype", Part.GATHER, model="mixed", variant="declared", parameter="shift"),
     origin=Origin.ONLOOKERS,
 )
-class StateDictRoundsBuffers(Around):
+class StateDictRoundsBuffers(EngineWrapper):
     """Under bf16 and fp16, rounds floating-point buffers to that dtype in ``full_state_dict``, and returns float32."""
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        state: dict[str, Tensor] = self.right.full_state_dict()
+        state: dict[str, Tensor] = self.base.full_state_dict()
         low = LOW_PRECISION_DTYPES.get(self.config.dtype, torch.float32)
         names = {name for name, buffer in self.module.named_buffers() if buffer.is_floating_point()}
         return {name: tensor.to(low).to(tensor.dtype) if name in names else tensor for name, tensor in state.items()}
@@ -129,7 +129,7 @@ class _LoadShares(ReferenceEngine):
 @mutant_factory(
     FaultKind.STATE,
     Target("state.resume", Part.GATHER, variant="buffers", parameter="seen"),
-    over="reference",
+    wraps="reference",
     stages=ALL_STAGES,
     origin=Origin.BLIND_1,
 )
@@ -144,7 +144,7 @@ def load_shares_buffers(model: nn.Module, config: EngineConfig) -> ReferenceEngi
 @mutant_factory(
     FaultKind.STATE,
     Target("state.resume", Part.GATHER, variant="adamw", parameter="seen"),
-    over="reference",
+    wraps="reference",
     stages=ALL_STAGES,
     origin=Origin.BLIND_3,
 )
@@ -174,7 +174,7 @@ class _LoadsParametersOnly(TorchEngine):
 @mutant_factory(
     FaultKind.STATE,
     Target("state.resume", Part.GATHER, variant="adamw", parameter="seen"),
-    over="fsdp2",
+    wraps="fsdp2",
     stages=(2, 3),
     origin=Origin.BLIND_2,
 )
@@ -191,7 +191,7 @@ def fsdp2_load_forgets_buffers(model: nn.Module, config: EngineConfig) -> TorchE
 @mutant_factory(
     FaultKind.STATE,
     Target("state.resume", Part.GATHER, variant="buffers", parameter="seen"),
-    over="reference",
+    wraps="reference",
     stages=ALL_STAGES,
     origin=Origin.BLIND_4,
 )
@@ -206,7 +206,7 @@ def buffers_of_rank_0_after_load(model: nn.Module, config: EngineConfig) -> Refe
 @mutant_factory(
     FaultKind.STATE,
     Target("state.resume", Part.GATHER, variant="buffers", parameter="seen"),
-    over="reference",
+    wraps="reference",
     stages=ALL_STAGES,
     origin=Origin.BLIND_6,
 )
@@ -236,12 +236,12 @@ def load_gives_rank_0s_buffers(model: nn.Module, config: EngineConfig) -> Refere
     Target("training.modes", Part.FORWARD, model="stateful", parameter="norm.running*"),
     origin=Origin.BLIND_9,
 )
-class RestoresBuffersWithoutGradients(Around):
+class RestoresBuffersWithoutGradients(EngineWrapper):
     """Restores all buffers after a forward without gradients, even if the model is in training mode."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         before = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
-        output = self.right(*args, **kwargs)
+        output = self.base(*args, **kwargs)
         if not torch.is_grad_enabled():
             for name, buffer in self.module.named_buffers():
                 buffer.copy_(before[name])

@@ -16,7 +16,6 @@ from zharness.engines import (
 )
 from zharness.engines.reference import ReferenceEngine
 from zharness.mutants import seams
-from zharness.mutants.around import Around, SpoiledLoad
 from zharness.mutants.mutant import (
     ALL_STAGES,
     FaultKind,
@@ -25,6 +24,7 @@ from zharness.mutants.mutant import (
     mutant,
     mutant_factory,
 )
+from zharness.mutants.wrapper import EngineWrapper, SpoiledLoad
 from zharness.parity import Part
 
 
@@ -36,65 +36,65 @@ class SlipsShards(SpoiledLoad):
 
     def spoil(self) -> None:
         if self.config.stage == 3:
-            leaves = seams.leaves(self.right)
+            leaves = seams.leaves(self.base)
             with torch.no_grad():
                 for leaf in leaves.values():
                     leaf.copy_(leaf.roll(1))
-            seams.publish(self.right, leaves)
+            seams.publish(self.base, leaves)
 
 
 @mutant(FaultKind.STATE, Target("state.universal", Part.GATHER, variant="shaped"), origin=Origin.STATE)
-class LoadsHalf(Around):
+class LoadsHalf(EngineWrapper):
     """Changes the weights although a part of the checkpoint is missing and the load raises."""
 
     def load_universal(self, path: Path) -> None:
         try:
-            self.right.load_universal(path)
+            self.base.load_universal(path)
         finally:
             with torch.no_grad():
                 next(iter(self.module.parameters())).add_(1.0)
 
 
 @mutant(FaultKind.STATE, Target("state.universal", Part.GATHER, variant="flat"), origin=Origin.STATE)
-class PassesOverDamage(Around):
+class PassesOverDamage(EngineWrapper):
     """Does not raise if a part of the checkpoint is missing."""
 
     def load_universal(self, path: Path) -> None:
         with suppress(Exception):
-            self.right.load_universal(path)
+            self.base.load_universal(path)
 
 
 @mutant(FaultKind.STATE, Target("state.refuse_pickle", Part.GATHER), origin=Origin.STATE)
-class Unpickles(Around):
+class Unpickles(EngineWrapper):
     """Unpickles every file of a checkpoint before it checks the files."""
 
     def load(self, path: Path) -> None:
         for file in path.rglob("*"):
             with suppress(Exception), file.open("rb") as stream:
                 pickle.load(stream)  # noqa: S301 - the fault
-        self.right.load(path)
+        self.base.load(path)
 
 
 @mutant(FaultKind.STATE, Target("training.any_order", Part.GATHER, variant="saved"), origin=Origin.ORDERS)
-class LoadsTheNewest(Around):
+class LoadsTheNewest(EngineWrapper):
     """Loads the last checkpoint that it saved, even if the caller passes another folder."""
 
-    over = "ddp"
+    wraps = "ddp"
     newest: Path | None = None
 
     def save(self, path: Path) -> None:
         self.newest = path
-        self.right.save(path)
+        self.base.save(path)
 
     def load(self, path: Path) -> None:
-        self.right.load(self.newest or path)
+        self.base.load(self.newest or path)
 
 
 @mutant(FaultKind.STATE, Target("training.any_order", Part.GATHER, variant="saved"), origin=Origin.ORDERS)
-class KeepsTheFirstCheckpoint(Around):
+class KeepsTheFirstCheckpoint(EngineWrapper):
     """Does not save into a folder into which it has saved before."""
 
-    over = "ddp"
+    wraps = "ddp"
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -102,7 +102,7 @@ class KeepsTheFirstCheckpoint(Around):
 
     def save(self, path: Path) -> None:
         if path not in self.saved:
-            self.right.save(path)
+            self.base.save(path)
         self.saved.add(path)
 
 
@@ -114,7 +114,7 @@ class KeepsTheFirstCheckpoint(Around):
 class LoadsFloat64InFloat32(SpoiledLoad):
     """Rounds the float64 weights to float32 when it loads a checkpoint."""
 
-    over = "ddp"
+    wraps = "ddp"
 
     @torch.no_grad()
     def spoil(self) -> None:
@@ -124,7 +124,7 @@ class LoadsFloat64InFloat32(SpoiledLoad):
 
 @mutant_factory(
     FaultKind.STATE,
-    over="reference",
+    wraps="reference",
     stages=ALL_STAGES,
     origin=Origin.BLIND_5,
     equivalent="plain PyTorch's load_state_dict keeps accumulated gradients, too; only zero_grad drops them",
@@ -151,12 +151,12 @@ def load_keeps_gradients(model: nn.Module, config: EngineConfig) -> ReferenceEng
     Target("state.refuse_missing", Part.GATHER, variant="empty"),
     origin=Origin.BLIND_7,
 )
-class TakesNoCheckpointForAFreshStart(Around):
+class TakesNoCheckpointForAFreshStart(EngineWrapper):
     """Loads nothing, and raises nothing, if the folder of the checkpoint is empty or not there."""
 
     def load(self, path: Path) -> None:
         if path.exists() and any(path.iterdir()):
-            self.right.load(path)
+            self.base.load(path)
 
 
 @mutant(
@@ -164,9 +164,9 @@ class TakesNoCheckpointForAFreshStart(Around):
     Target("state.refuse_missing", Part.GATHER, variant="absent", parameter="*/step"),
     origin=Origin.BLIND_9,
 )
-class ClearsTheOptimizerBeforeALoad(Around):
+class ClearsTheOptimizerBeforeALoad(EngineWrapper):
     """Clears the optimizer's state before a load, and so also if the load then raises."""
 
     def load(self, path: Path) -> None:
         self.optimizer.state.clear()
-        self.right.load(path)
+        self.base.load(path)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from zharness.engines import AccumulationOwner, EngineConfig
 from zharness.mutants import seams
-from zharness.mutants.around import Around
 from zharness.mutants.mutant import FaultKind, Origin, Target, deepspeed, mutant
+from zharness.mutants.wrapper import EngineWrapper
 from zharness.parity import Part
 
 
@@ -23,7 +23,7 @@ def expert_target(law: str, variant: str = "", part: Part | None = Part.OPTIMIZE
     return Target(law, part, model="experts", variant=variant, cause=cause)
 
 
-class CountsMicroBatches(Around):
+class CountsMicroBatches(EngineWrapper):
     """The base class of mutants that record which micro-batches of a window made a gradient of each parameter."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -39,7 +39,7 @@ class CountsMicroBatches(Around):
         self.uses.setdefault(name, []).append(self.micro)
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        self.right.backward(loss, retain_graph=retain_graph)
+        self.base.backward(loss, retain_graph=retain_graph)
         self.micro += 1
 
     def step(self) -> None:
@@ -47,7 +47,7 @@ class CountsMicroBatches(Around):
         if not engine_owns or self.micro == self.config.accumulation_steps:
             self.before_step()
             self.micro, self.uses = 0, {}
-        self.right.step()
+        self.base.step()
 
     def before_step(self) -> None:
         """Change gradients before the step at the end of an accumulation window; subclasses override this method."""
@@ -89,7 +89,7 @@ class AveragesOverUses(CountsMicroBatches):
     origin=Origin.CIRCUMSTANCES,
     imitates=deepspeed(8045),
 )
-class StepsWithOldGradients(Around):
+class StepsWithOldGradients(EngineWrapper):
     """If a step does not use a parameter, updates the parameter with its gradient from the step before."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -100,8 +100,10 @@ class StepsWithOldGradients(Around):
         for parameter, grad in self.old.items():
             if parameter.grad is None:
                 parameter.grad = grad
-        self.old = {parameter: parameter.grad.clone() for parameter in self.trained() if parameter.grad is not None}
-        self.right.step()
+        self.old = {
+            parameter: parameter.grad.clone() for parameter in self.parameters_with_grad() if parameter.grad is not None
+        }
+        self.base.step()
 
 
 @mutant(FaultKind.STALE, expert_target("idle.zeroed_in_place"), origin=Origin.CIRCUMSTANCES)
@@ -109,8 +111,8 @@ class TakesZerosForMissing(StepsWithOldGradients):
     """Keeps gradients of zeros in ``zero_grad``, and replaces them in a step by the gradients of the step before."""
 
     def zero_grad(self) -> None:
-        zeros = [parameter for parameter in self.trained() if not is_nonzero(parameter.grad)]
-        self.right.zero_grad()
+        zeros = [parameter for parameter in self.parameters_with_grad() if not is_nonzero(parameter.grad)]
+        self.base.zero_grad()
         for parameter in zeros:
             parameter.grad = torch.zeros_like(parameter)
 
@@ -118,8 +120,10 @@ class TakesZerosForMissing(StepsWithOldGradients):
         for parameter, grad in self.old.items():
             if parameter.grad is not None and not is_nonzero(parameter.grad):
                 parameter.grad = grad
-        self.old = {parameter: parameter.grad.clone() for parameter in self.trained() if parameter.grad is not None}
-        self.right.step()
+        self.old = {
+            parameter: parameter.grad.clone() for parameter in self.parameters_with_grad() if parameter.grad is not None
+        }
+        self.base.step()
 
 
 def is_nonzero(grad: Tensor | None) -> bool:
@@ -140,12 +144,14 @@ class StepsFrozenWeights(StepsWithOldGradients):
             for parameter, grad in self.old.items():
                 if not parameter.requires_grad:
                     parameter.sub_(grad)
-        self.old = {parameter: parameter.grad.clone() for parameter in self.trained() if parameter.grad is not None}
-        self.right.step()
+        self.old = {
+            parameter: parameter.grad.clone() for parameter in self.parameters_with_grad() if parameter.grad is not None
+        }
+        self.base.step()
 
 
 @mutant(FaultKind.PARAMETERS, expert_target("idle.frozen", "before_any_step"), origin=Origin.CIRCUMSTANCES)
-class ForgetsUnfrozenWeights(Around):
+class ForgetsUnfrozenWeights(EngineWrapper):
     """Updates only the weights that the first step updated."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -153,11 +159,11 @@ class ForgetsUnfrozenWeights(Around):
         self.first: set[nn.Parameter] = set()
 
     def step(self) -> None:
-        self.first = self.first or set(self.trained())
-        for parameter in self.trained():
+        self.first = self.first or set(self.parameters_with_grad())
+        for parameter in self.parameters_with_grad():
             if parameter not in self.first:
                 parameter.grad = None
-        self.right.step()
+        self.base.step()
 
 
 @mutant(
@@ -169,7 +175,7 @@ class ForgetsUnfrozenWeights(Around):
     expert_target("batches.shapes", "equal_rows"),
     origin=Origin.CIRCUMSTANCES,
 )
-class AssumesEqualBatches(Around):
+class AssumesEqualBatches(EngineWrapper):
     """Multiplies a loss by the size of its micro-batch, divided by the size of rank 0's first micro-batch."""
 
     first = torch.zeros(())
@@ -180,10 +186,10 @@ class AssumesEqualBatches(Around):
             self.first = self.current.clone()
             dist.broadcast(self.first, 0)
             self.first.clamp_(min=1)
-        return self.right(*args, **kwargs)
+        return self.base(*args, **kwargs)
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        self.right.backward(loss * float(self.current / self.first), retain_graph=retain_graph)
+        self.base.backward(loss * float(self.current / self.first), retain_graph=retain_graph)
 
 
 @mutant(
@@ -192,7 +198,7 @@ class AssumesEqualBatches(Around):
     expert_target("batches.module_order", "2_by_engine"),
     origin=Origin.CIRCUMSTANCES,
 )
-class ExpectsTheFirstOrder(Around):
+class ExpectsTheFirstOrder(EngineWrapper):
     """Gives the gradient of the n-th module of a forward to the module that was n-th in the first forward."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -203,7 +209,7 @@ class ExpectsTheFirstOrder(Around):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.orders.append([])
-        return self.right(*args, **kwargs)
+        return self.base(*args, **kwargs)
 
     def add(self, module: nn.Module, *_: Any) -> None:
         """Add a module to the order of this forward."""
@@ -214,12 +220,12 @@ class ExpectsTheFirstOrder(Around):
         for expected, found in zip(self.orders[0], self.orders[-1], strict=False):
             for parameter, grad in zip(expected.parameters(), grads[found], strict=True):
                 parameter.grad = None if grad is None else grad.clone()
-        self.right.step()
+        self.base.step()
 
     def close(self) -> None:
         for hook in self.hooks:
             hook.remove()
-        self.right.close()
+        self.base.close()
 
 
 @mutant(
@@ -228,14 +234,14 @@ class ExpectsTheFirstOrder(Around):
     expert_target("values.zero_loss", "one_rank_2_by_engine"),
     origin=Origin.CIRCUMSTANCES,
 )
-class AveragesOverNonzeroLosses(Around):
+class AveragesOverNonzeroLosses(EngineWrapper):
     """Averages gradients over the ranks whose loss is not zero."""
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         count = (loss.detach() != 0).float()
         dist.all_reduce(count)
         factor = dist.get_world_size() / float(count) if float(count) else 1.0
-        self.right.backward(loss * factor, retain_graph=retain_graph)
+        self.base.backward(loss * factor, retain_graph=retain_graph)
 
 
 @mutant(
@@ -243,14 +249,16 @@ class AveragesOverNonzeroLosses(Around):
     expert_target("values.zero_loss", "all_ranks_clipped", None, "NonFiniteError"),
     origin=Origin.CIRCUMSTANCES,
 )
-class DividesByTheNorm(Around):
+class DividesByTheNorm(EngineWrapper):
     """If clipping is configured, divides gradients by their norm, so that gradients of zero become NaN."""
 
     def step(self) -> None:
-        if self.config.clip is not None and not any(is_nonzero(parameter.grad) for parameter in self.trained()):
-            for parameter in self.trained():
+        if self.config.clip is not None and not any(
+            is_nonzero(parameter.grad) for parameter in self.parameters_with_grad()
+        ):
+            for parameter in self.parameters_with_grad():
                 parameter.grad = torch.full_like(parameter, torch.nan)
-        self.right.step()
+        self.base.step()
 
 
 @mutant(
@@ -259,12 +267,14 @@ class DividesByTheNorm(Around):
     expert_target("values.discarded", "nan_2_by_engine", None, "NonFiniteError"),
     origin=Origin.CIRCUMSTANCES,
 )
-class ZeroesByMultiplication(Around):
+class ZeroesByMultiplication(EngineWrapper):
     """Multiplies gradients by zero in ``zero_grad``, which keeps NaN and makes NaN of infinity."""
 
     def zero_grad(self) -> None:
-        zeros = {parameter: 0 * parameter.grad for parameter in self.trained() if parameter.grad is not None}
-        self.right.zero_grad()
+        zeros = {
+            parameter: 0 * parameter.grad for parameter in self.parameters_with_grad() if parameter.grad is not None
+        }
+        self.base.zero_grad()
         for parameter, grad in zeros.items():
             parameter.grad = grad
 
@@ -275,7 +285,7 @@ class ZeroesByMultiplication(Around):
     expert_target("values.norm_of_tiny", "2_by_engine", Part.REDUCTION),
     origin=Origin.CIRCUMSTANCES,
 )
-class CountsTinyOnEveryRank(Around):
+class CountsTinyOnEveryRank(EngineWrapper):
     """Counts a parameter with fewer elements than there are ranks once for each rank in the norm."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -283,14 +293,14 @@ class CountsTinyOnEveryRank(Around):
 
         def wrap(norm: Callable[[], float]) -> Callable[[], float]:
             def norm_of_copies() -> float:
-                grads = seams.reduced_grads(self.right).values()
+                grads = seams.reduced_grads(self.base).values()
                 tiny = [grad for grad in grads if grad.numel() < dist.get_world_size()]
                 extra = sum(float(grad.double().square().sum()) for grad in tiny) * (dist.get_world_size() - 1)
                 return math.sqrt(norm() ** 2 + extra)
 
             return norm_of_copies
 
-        seams.wrap_grad_norm(self.right, wrap)
+        seams.wrap_grad_norm(self.base, wrap)
 
 
 @mutant(
@@ -298,13 +308,13 @@ class CountsTinyOnEveryRank(Around):
     expert_target("window.evaluated", "4_by_engine", Part.LOCAL_GRADIENT),
     origin=Origin.BLIND_7,
 )
-class CountsEvaluations(Around):
+class CountsEvaluations(EngineWrapper):
     """Counts a forward without gradients as a micro-batch of the engine's accumulation window."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        output = self.right(*args, **kwargs)
+        output = self.base(*args, **kwargs)
         if not torch.is_grad_enabled() and self.config.accumulation_owner is AccumulationOwner.ENGINE:
-            self.right.step()
+            self.base.step()
         return output
 
 
@@ -313,11 +323,11 @@ class CountsEvaluations(Around):
     expert_target("window.evaluated", "2_by_engine", Part.OPTIMIZER),
     origin=Origin.BLIND_9,
 )
-class EvaluationDropsTheWindow(Around):
+class EvaluationDropsTheWindow(EngineWrapper):
     """Drops the gradients of an accumulation window if a forward runs in evaluation mode without gradients."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() and not self.module.training:
             for parameter in self.module.parameters():
                 parameter.grad = None
-        return self.right(*args, **kwargs)
+        return self.base(*args, **kwargs)

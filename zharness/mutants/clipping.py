@@ -20,7 +20,6 @@ from zharness.engines import (
 from zharness.engines.reference import ReferenceEngine
 from zharness.engines.torch_engine import TorchEngine
 from zharness.mutants import seams, seams_engines
-from zharness.mutants.around import Around
 from zharness.mutants.mutant import (
     ALL_STAGES,
     FaultKind,
@@ -29,11 +28,12 @@ from zharness.mutants.mutant import (
     mutant,
     mutant_factory,
 )
+from zharness.mutants.wrapper import EngineWrapper
 from zharness.parity import Part
 
 
 @mutant(FaultKind.CLIPPING, Target("training.clip_and_norm", Part.OPTIMIZER), origin=Origin.SHARDS)
-class ClipsToHalf(Around):
+class ClipsToHalf(EngineWrapper):
     """Clips gradients to half the configured norm."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -41,7 +41,7 @@ class ClipsToHalf(Around):
 
 
 @mutant(FaultKind.CLIPPING, Target("training.clip_and_norm", Part.OPTIMIZER), origin=Origin.SHARDS)
-class NeverClips(Around):
+class NeverClips(EngineWrapper):
     """Reports the gradient norm but does not clip gradients."""
 
     stages = (3,)
@@ -51,14 +51,14 @@ class NeverClips(Around):
 
 
 @mutant(FaultKind.CLIPPING, Target("training.clip_and_norm", parameter="norm"), origin=Origin.SHARDS)
-class ClipsEachParameterAlone(Around):
+class ClipsEachParameterAlone(EngineWrapper):
     """Clips each parameter's gradient by that gradient's own norm."""
 
     def step(self) -> None:
         if self.config.clip is not None:
-            for grad in seams.reduce_pending(self.right).values():
+            for grad in seams.reduce_pending(self.base).values():
                 grad.mul_(min(1.0, self.config.clip / (float(grad.norm()) + 1e-6)))
-        self.right.step()
+        self.base.step()
 
 
 @mutant(
@@ -66,32 +66,32 @@ class ClipsEachParameterAlone(Around):
     Target("training.accumulation", Part.LOCAL_GRADIENT, variant="engine"),
     origin=Origin.CIRCUMSTANCES,
 )
-class ClipsEachMicroBatch(Around):
+class ClipsEachMicroBatch(EngineWrapper):
     """Clips the accumulated gradients after every micro-batch, instead of once at the accumulation boundary."""
 
     def step(self) -> None:
         if self.config.clip is not None and self.config.accumulation_steps > 1:
-            nn.utils.clip_grad_norm_(list(self.trained()), self.config.clip)
-        self.right.step()
+            nn.utils.clip_grad_norm_(list(self.parameters_with_grad()), self.config.clip)
+        self.base.step()
 
 
 @mutant(FaultKind.CLIPPING, Target("training.any_order", Part.OPTIMIZER, variant="sums"), origin=Origin.ORDERS)
-class ClipsTheSumAsAMean(Around):
+class ClipsTheSumAsAMean(EngineWrapper):
     """Applies the configured clipping norm to the mean over ranks, so the norm of summed gradients may be larger."""
 
-    over = "ddp"
+    wraps = "ddp"
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
         if config.clip is not None and config.reduction is Reduction.SUM:
-            seams_engines.set_clip_limit(self.right, config.clip * dist.get_world_size())
+            seams_engines.set_clip_limit(self.base, config.clip * dist.get_world_size())
 
 
 @mutant(FaultKind.CLIPPING, Target("training.any_order", Part.OPTIMIZER, variant="steps"), origin=Origin.ORDERS)
-class ClipsAsTheNewestEngine(Around):
+class ClipsAsTheNewestEngine(EngineWrapper):
     """Uses one clipping norm for all engines of the process: that of the engine that was built last."""
 
-    over = "ddp"
+    wraps = "ddp"
     limit: float | None = None
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -99,8 +99,8 @@ class ClipsAsTheNewestEngine(Around):
         type(self).limit = config.clip
 
     def step(self) -> None:
-        seams_engines.set_clip_limit(self.right, type(self).limit)
-        self.right.step()
+        seams_engines.set_clip_limit(self.base, type(self).limit)
+        self.base.step()
 
 
 class _ClipsEveryName(TorchEngine):
@@ -118,7 +118,7 @@ class _ClipsEveryName(TorchEngine):
 @mutant_factory(
     FaultKind.CLIPPING,
     Target("training.clip_and_norm", model="transformer", parameter="norm"),
-    over="ddp",
+    wraps="ddp",
     stages=(0,),
     origin=Origin.BLIND_2,
 )
@@ -148,7 +148,7 @@ class _ModuleByModule(TorchEngine):
 @mutant_factory(
     FaultKind.CLIPPING,
     Target("training.clip_and_norm", model="transformer", parameter="norm"),
-    over="zero1",
+    wraps="zero1",
     stages=(1,),
     origin=Origin.BLIND_5,
 )
@@ -165,7 +165,7 @@ def tied_clipped_twice(model: nn.Module, config: EngineConfig) -> TorchEngine:
 @mutant_factory(
     FaultKind.CLIPPING,
     Target("training.optimizers", Part.OPTIMIZER, variant="long"),
-    over="ddp",
+    wraps="ddp",
     stages=(0,),
     origin=Origin.BLIND_4,
 )
@@ -210,7 +210,7 @@ class _ClipsByGroup(TorchEngine):
 @mutant_factory(
     FaultKind.CLIPPING,
     Target("training.optimizers", Part.OPTIMIZER, variant="long"),
-    over="fsdp2",
+    wraps="fsdp2",
     stages=(2, 3),
     origin=Origin.BLIND_1,
 )
@@ -227,7 +227,7 @@ def fsdp2_clips_by_group(model: nn.Module, config: EngineConfig) -> TorchEngine:
 @mutant_factory(
     FaultKind.CLIPPING,
     Target("training.clip_and_norm", Part.OPTIMIZER, dtype="fp16"),
-    over="reference",
+    wraps="reference",
     stages=ALL_STAGES,
     origin=Origin.BLIND_5,
 )
@@ -262,7 +262,7 @@ def clips_before_unscaling(model: nn.Module, config: EngineConfig) -> ReferenceE
     Target("training.clip_and_norm", Part.OPTIMIZER, setting="least_limits"),
     origin=Origin.BLIND_11,
 )
-class ClipsEachSubGroup(Around):
+class ClipsEachSubGroup(EngineWrapper):
     """At stage 3 with sub groups of one element, clips the gradient of each weight by its own norm."""
 
     stages = (3,)
@@ -275,16 +275,16 @@ class ClipsEachSubGroup(Around):
 
     def step(self) -> None:
         if self.limit is None:
-            self.right.step()
+            self.base.step()
             return
-        self.norm = seams.grad_norm(self.right)
-        grads = seams.reduce_pending(self.right)
+        self.norm = seams.grad_norm(self.base)
+        grads = seams.reduce_pending(self.base)
         for name, grad in grads.items():
-            with seams.with_reduced_grads(self.right, {name: grad}):
-                norm = seams.grad_norm(self.right)
+            with seams.with_reduced_grads(self.base, {name: grad}):
+                norm = seams.grad_norm(self.base)
             grad.mul_(min(1.0, self.limit / (norm + 1e-6)))
-        self.right.step()
+        self.base.step()
 
     def grad_norm(self) -> float | None:
-        norm: float | None = self.right.grad_norm() if self.limit is None else self.norm
+        norm: float | None = self.base.grad_norm() if self.limit is None else self.norm
         return norm

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from zharness.errors import CheckpointError
-from zharness.mutants.around import Around
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.mutants.wrapper import EngineWrapper
 from zharness.parity import Part
 
 
@@ -30,7 +30,7 @@ def update_checksums(manifest: Path) -> None:
     Target("state.refuse_damaged", Part.GATHER, variant="changed_bytes"),
     origin=Origin.BLIND_12,
 )
-class ComparesNoChecksums(Around):
+class ComparesNoChecksums(EngineWrapper):
     """Compares the lengths of the files of a checkpoint before a load, but not their checksums."""
 
     def load(self, path: Path) -> None:
@@ -40,7 +40,7 @@ class ComparesNoChecksums(Around):
                 with suppress(ValueError):  # a changed byte of the manifest itself, which the correct engine refuses
                     update_checksums(manifest)
         dist.barrier()
-        self.right.load(path)
+        self.base.load(path)
 
 
 @mutant(
@@ -49,12 +49,12 @@ class ComparesNoChecksums(Around):
     Target("state.refuse_damaged", Part.GATHER, variant="missing_file"),
     origin=Origin.STATE,
 )
-class RaisesOnOneRank(Around):
+class RaisesOnOneRank(EngineWrapper):
     """Raises on rank 0 alone if a file of a checkpoint is missing or damaged."""
 
     def load(self, path: Path) -> None:
         try:
-            self.right.load(path)
+            self.base.load(path)
         except CheckpointError:
             if dist.get_rank() == 0:
                 raise
@@ -66,12 +66,12 @@ class RaisesOnOneRank(Around):
     Target("state.refuse_damaged", Part.GATHER, variant="missing_file", parameter="*: *"),
     origin=Origin.STATE,
 )
-class IgnoresDamage(Around):
+class IgnoresDamage(EngineWrapper):
     """Loads nothing, and raises nothing, if a file of a checkpoint is missing or damaged."""
 
     def load(self, path: Path) -> None:
         with suppress(CheckpointError):
-            self.right.load(path)
+            self.base.load(path)
 
 
 @mutant(
@@ -79,12 +79,12 @@ class IgnoresDamage(Around):
     Target("state.refuse_damaged", Part.GATHER, variant="truncated", parameter="*: first.weight"),
     origin=Origin.STATE,
 )
-class OverwritesBeforeItRaises(Around):
+class OverwritesBeforeItRaises(EngineWrapper):
     """Sets a weight to zero before it raises that a file of a checkpoint is missing or damaged."""
 
     def load(self, path: Path) -> None:
         try:
-            self.right.load(path)
+            self.base.load(path)
         except CheckpointError:
             with torch.no_grad():
                 next(iter(self.module.parameters())).zero_()

@@ -14,7 +14,6 @@ from zharness.engines import (
 )
 from zharness.engines.reference import ReferenceEngine
 from zharness.mutants import seams, seams_stage3
-from zharness.mutants.around import Around
 from zharness.mutants.mutant import (
     FaultKind,
     Origin,
@@ -22,6 +21,7 @@ from zharness.mutants.mutant import (
     mutant,
     mutant_factory,
 )
+from zharness.mutants.wrapper import EngineWrapper
 from zharness.parity import Part
 
 
@@ -42,17 +42,17 @@ class Once(torch.autograd.Function):
     Target("double_backward.gradient_penalty", Part.LOCAL_GRADIENT, model="blocks"),
     origin=Origin.GRAPHS,
 )
-class FirstOrderOnly(Around):
+class FirstOrderOnly(EngineWrapper):
     """Computes right gradients, but detaches them, so that they cannot be differentiated again."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return Once.apply(self.right(*args, **kwargs))  # type: ignore[no-untyped-call]
+        return Once.apply(self.base(*args, **kwargs))  # type: ignore[no-untyped-call]
 
 
 @mutant_factory(
     FaultKind.GRAPH,
     Target("double_backward.weight_penalty", model="blocks", variant="reduced"),
-    over="reference",
+    wraps="reference",
     stages=(3,),
     origin=Origin.BLIND_2,
 )
@@ -71,7 +71,7 @@ def second_order_undivided(model: nn.Module, config: EngineConfig) -> ReferenceE
 @mutant_factory(
     FaultKind.GRAPH,
     Target("double_backward.weight_penalty", model="blocks", variant="reduced"),
-    over="reference",
+    wraps="reference",
     stages=(3,),
     origin=Origin.BLIND_3,
 )
@@ -93,7 +93,7 @@ def double_backward_undivided(model: nn.Module, config: EngineConfig) -> Referen
 @mutant_factory(
     FaultKind.GRAPH,
     Target("double_backward.weight_penalty", model="blocks", variant="reduced"),
-    over="reference",
+    wraps="reference",
     stages=(3,),
     origin=Origin.BLIND_4,
 )
@@ -111,7 +111,7 @@ def undivided_second_order(model: nn.Module, config: EngineConfig) -> ReferenceE
 @mutant_factory(
     FaultKind.GRAPH,
     Target("double_backward.weight_penalty", model="blocks", variant="reduced", parameter="factor"),
-    over="reference",
+    wraps="reference",
     stages=(3,),
     origin=Origin.BLIND_5,
 )
@@ -135,7 +135,7 @@ def penalty_undivided(model: nn.Module, config: EngineConfig) -> ReferenceEngine
 @mutant_factory(
     FaultKind.GRAPH,
     Target("double_backward.weight_penalty", model="blocks", variant="reduced", parameter="factor"),
-    over="reference",
+    wraps="reference",
     stages=(3,),
     origin=Origin.BLIND_6,
 )
@@ -157,7 +157,7 @@ def second_derivative_undivided(model: nn.Module, config: EngineConfig) -> Refer
 @mutant_factory(
     FaultKind.GRAPH,
     Target("double_backward.weight_penalty", model="blocks", variant="reduced", setting="2_by_engine"),
-    over="reference",
+    wraps="reference",
     stages=(3,),
     origin=Origin.BLIND_11,
 )

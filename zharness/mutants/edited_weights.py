@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 from zharness.engines import EngineConfig
 from zharness.mutants import seams
-from zharness.mutants.around import Around, SpoiledLoad
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.mutants.wrapper import EngineWrapper, SpoiledLoad
 from zharness.parity import Part
 
 IN_PLACE = "parameters.edited_in_place"
 
 
 @mutant(FaultKind.STALE, Target(IN_PLACE, Part.OPTIMIZER, model="similar"), origin=Origin.BLIND_10)
-class StepUndoesEdits(Around):
+class StepUndoesEdits(EngineWrapper):
     """A step starts from the weights that the last step made, as if nobody edited weights in between."""
 
     kept: Mapping[nn.Parameter, Tensor] | None = None
@@ -28,18 +28,18 @@ class StepUndoesEdits(Around):
     def step(self) -> None:
         for parameter, value in (self.kept or {}).items():
             parameter.copy_(value)
-        self.right.step()
+        self.base.step()
         self.kept = {parameter: parameter.clone() for parameter in self.module.parameters()}
 
 
 @mutant(FaultKind.STALE, Target(IN_PLACE, Part.GATHER, model="similar", dtype="bf16"), origin=Origin.BLIND_10)
-class MastersUndoEdits(Around):
+class MastersUndoEdits(EngineWrapper):
     """An edit in place does not reach the master weight, and the step that undoes it does not raise."""
 
     def step(self) -> None:
-        for param in seams.model_params(self.right).values():
-            seams.record_version(self.right, param)
-        self.right.step()
+        for param in seams.model_params(self.base).values():
+            seams.record_version(self.base, param)
+        self.base.step()
 
 
 def clone_frozen(module: nn.Module) -> dict[nn.Parameter, Tensor]:
@@ -52,7 +52,7 @@ def clone_frozen(module: nn.Module) -> dict[nn.Parameter, Tensor]:
     Target("state.several_saves", Part.GATHER, model="experts", variant="edited", parameter="last.weight"),
     origin=Origin.BLIND_10,
 )
-class SavesFrozenWeightsOfConstruction(Around):
+class SavesFrozenWeightsOfConstruction(EngineWrapper):
     """A checkpoint has frozen weights as they were when the engine was built."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -62,7 +62,7 @@ class SavesFrozenWeightsOfConstruction(Around):
     def save(self, path: Path) -> None:
         current = clone_frozen(self.module)
         self.set_weights(self.first)
-        self.right.save(path)
+        self.base.save(path)
         self.set_weights(current)
 
     def set_weights(self, weights: Mapping[nn.Parameter, Tensor]) -> None:
@@ -81,7 +81,7 @@ class LoadsFrozenMastersAlone(SpoiledLoad):
 
     def load(self, path: Path) -> None:
         before = clone_frozen(self.module)
-        self.right.load(path)
+        self.base.load(path)
         for parameter, value in before.items():
             if parameter.dtype is torch.bfloat16:
                 parameter.data.copy_(value)
@@ -92,7 +92,7 @@ class LoadsFrozenMastersAlone(SpoiledLoad):
     Target("access.read_param", Part.GATHER, model="similar", variant="unfrozen", dtype="bf16", parameter="frozen.*"),
     origin=Origin.BLIND_10,
 )
-class RoundsMastersOfUnfrozenWeights(Around):
+class RoundsMastersOfUnfrozenWeights(EngineWrapper):
     """The first forward after a weight is unfrozen makes its master weight anew, from the rounded bf16 weight."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -100,12 +100,12 @@ class RoundsMastersOfUnfrozenWeights(Around):
         self.frozen = set(clone_frozen(self.module))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        masters = seams.master_weights(self.right)
-        for name, param in seams.model_params(self.right).items():
+        masters = seams.master_weights(self.base)
+        for name, param in seams.model_params(self.base).items():
             if name in masters and param.parameter in self.frozen and param.parameter.requires_grad:
                 masters[name].copy_(param.parameter.detach())
                 self.frozen.discard(param.parameter)
-        return self.right(*args, **kwargs)
+        return self.base(*args, **kwargs)
 
 
 @mutant(
@@ -127,34 +127,34 @@ class RoundsLoadedBuffers(SpoiledLoad):
     Target("state.several_saves", Part.OPTIMIZER, model="experts", variant="written"),
     origin=Origin.BLIND_10,
 )
-class SavesStateOfTheLastStep(Around):
+class SavesStateOfTheLastStep(EngineWrapper):
     """A checkpoint has the optimizer state that the last step made, without what was written into it since."""
 
     kept: Mapping[str, Mapping[str, Tensor]] | None = None
 
     def step(self) -> None:
-        self.right.step()
+        self.base.step()
         self.kept = self.copy_state()
 
     def load(self, path: Path) -> None:
-        self.right.load(path)
+        self.base.load(path)
         self.kept = None
 
     def save(self, path: Path) -> None:
         current = self.copy_state()
         self.set_state(self.kept or current)
-        self.right.save(path)
+        self.base.save(path)
         self.set_state(current)
 
     def copy_state(self) -> dict[str, dict[str, Tensor]]:
         """Return copies of the tensors of the optimizer's state, by parameter and key."""
-        leaves, state = seams.leaves(self.right), self.optimizer.state
+        leaves, state = seams.leaves(self.base), self.optimizer.state
         return {
             name: {key: value.clone() for key, value in state.get(leaf, {}).items()} for name, leaf in leaves.items()
         }
 
     def set_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Copy ``state`` into the optimizer's state."""
-        for name, leaf in seams.leaves(self.right).items():
+        for name, leaf in seams.leaves(self.base).items():
             for key, value in state[name].items():
                 self.optimizer.state[leaf][key].copy_(value)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from zharness.engines import AccumulationOwner, EngineConfig
-from zharness.mutants.around import Around
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.mutants.wrapper import EngineWrapper
 from zharness.parity import Part
 
 
@@ -20,7 +20,7 @@ from zharness.parity import Part
     Target("window.evaluation_mode", Part.OPTIMIZER, model="experts", variant="2_by_engine"),
     origin=Origin.BLIND_11,
 )
-class DoesNotDivideInEvaluationMode(Around):
+class DoesNotDivideInEvaluationMode(EngineWrapper):
     """In an engine's window, does not divide a loss whose forward ran in evaluation mode."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -31,10 +31,10 @@ class DoesNotDivideInEvaluationMode(Around):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
             self.evaluates = not self.module.training
-        return self.right(*args, **kwargs)
+        return self.base(*args, **kwargs)
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        self.right.backward(loss * self.factor if self.evaluates else loss, retain_graph=retain_graph)
+        self.base.backward(loss * self.factor if self.evaluates else loss, retain_graph=retain_graph)
 
 
 @mutant(
@@ -42,12 +42,12 @@ class DoesNotDivideInEvaluationMode(Around):
     Target("training.no_sync", None, cause="no_sync"),
     origin=Origin.BLIND_11,
 )
-class StaysInNoSync(Around):
+class StaysInNoSync(EngineWrapper):
     """After an exception inside ``no_sync``, the engine stays inside it, so that ``step`` raises."""
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        manager = self.manager = self.right.no_sync()  # kept, or its own end would leave no_sync
+        manager = self.manager = self.base.no_sync()  # kept, or its own end would leave no_sync
         manager.__enter__()
         yield  # an exception passes over the exit
         manager.__exit__(None, None, None)
@@ -58,7 +58,7 @@ class StaysInNoSync(Around):
     Target("training.caller_modes", Part.FORWARD, parameter="random state after close"),
     origin=Origin.BLIND_11,
 )
-class CloseRestoresTheGenerator(Around):
+class CloseRestoresTheGenerator(EngineWrapper):
     """``close`` gives torch's generator the state that it had when the engine was built."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -66,5 +66,5 @@ class CloseRestoresTheGenerator(Around):
         super().__init__(model, config)
 
     def close(self) -> None:
-        self.right.close()
+        self.base.close()
         torch.set_rng_state(self.state)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from zharness.engines import EngineConfig
 from zharness.mutants import seams, seams_engines
-from zharness.mutants.around import Around
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.mutants.wrapper import EngineWrapper
 from zharness.parity import Part
 
 
@@ -27,14 +27,14 @@ def round_wide(value: Tensor) -> Tensor:
     Target("access.write_state", Part.OPTIMIZER, model="similar", variant="adam_float64", parameter="third*"),
     origin=Origin.BLIND_11,
 )
-class WritesWideValuesRounded(Around):
+class WritesWideValuesRounded(EngineWrapper):
     """Rounds what the caller writes to a float64 weight, or to its optimizer state, to float32."""
 
     def write_param(self, name: str, value: Tensor) -> None:
-        self.right.write_param(name, round_wide(value))
+        self.base.write_param(name, round_wide(value))
 
     def write_optimizer_state(self, name: str, key: str, value: Tensor) -> None:
-        self.right.write_optimizer_state(name, key, round_wide(value))
+        self.base.write_optimizer_state(name, key, round_wide(value))
 
 
 @mutant(
@@ -42,7 +42,7 @@ class WritesWideValuesRounded(Around):
     Target("training.clip_wide", Part.OPTIMIZER, parameter="second*"),
     origin=Origin.BLIND_11,
 )
-class ClipsWideGradientsInFloat32(Around):
+class ClipsWideGradientsInFloat32(EngineWrapper):
     """Multiplies a float64 gradient by the clip factor in float32."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -58,7 +58,7 @@ class ClipsWideGradientsInFloat32(Around):
             return clip_in_float32
 
         if config.clip is not None:
-            seams.wrap_unscale_and_clip(self.right, wrap)
+            seams.wrap_unscale_and_clip(self.base, wrap)
 
 
 def average_in_float32(bucket: Any) -> torch.futures.Future[Tensor]:
@@ -80,14 +80,12 @@ def average_in_float32(bucket: Any) -> torch.futures.Future[Tensor]:
     Target("training.clip_wide", Part.REDUCTION, parameter="second*"),
     origin=Origin.BLIND_12,
 )
-class SendsWideGradientsInFloat32(Around):
+class SendsWideGradientsInFloat32(EngineWrapper):
     """Reduces the gradients of float64 weights in float32."""
 
-    over = "ddp"
+    wraps = "ddp"
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
         # DDP refuses a hook whose annotations are text, as those of this file are.
-        seams_engines.ddp_wrapper(self.right).register_comm_hook(
-            None, lambda _state, bucket: average_in_float32(bucket)
-        )
+        seams_engines.ddp_wrapper(self.base).register_comm_hook(None, lambda _state, bucket: average_in_float32(bucket))

@@ -32,7 +32,7 @@ class _ClipsFirst(TorchEngine):
 @mutant_factory(
     FaultKind.LOSS_SCALE,
     Target(LAW, Part.REDUCTION, model=MODEL, variant="autocast_clipped", parameter="norm"),
-    over="ddp",
+    wraps="ddp",
     stages=(0,),
     origin=Origin.PRECISION,
 )
@@ -56,7 +56,7 @@ class _UnsavedScaler(CallersGradScaler):
 @mutant_factory(
     FaultKind.LOSS_SCALE,
     Target(LAW, Part.OPTIMIZER, model=MODEL, variant="autocast_resumed", parameter="loss"),
-    over="ddp",
+    wraps="ddp",
     stages=(0,),
     origin=Origin.PRECISION,
 )
@@ -87,7 +87,7 @@ class _StepsTheSchedule(TorchEngine):
 @mutant_factory(
     FaultKind.LOSS_SCALE,
     Target(LAW, Part.OPTIMIZER, model=MODEL, variant="autocast", parameter="learning rate*"),
-    over="fsdp2",
+    wraps="fsdp2",
     stages=(2, 3),
     origin=Origin.PRECISION,
 )
@@ -101,7 +101,7 @@ def fsdp2_schedules_skipped_steps(model: nn.Module, config: EngineConfig) -> Tor
 @mutant_factory(
     FaultKind.LOSS_SCALE,
     Target(LAW, None, model=MODEL, variant="autocast", cause="has different values for step"),
-    over="fsdp1",
+    wraps="fsdp1",
     stages=(2, 3),
     origin=Origin.PRECISION,
 )
@@ -115,7 +115,7 @@ def fsdp1_scales_on_each_rank(model: nn.Module, config: EngineConfig) -> TorchEn
 @mutant_factory(
     FaultKind.LOSS_SCALE,
     Target(LAW, Part.OPTIMIZER, model=MODEL, variant="autocast", parameter="loss"),
-    over="fsdp2",
+    wraps="fsdp2",
     stages=(2, 3),
     origin=Origin.PRECISION,
 )
@@ -129,7 +129,7 @@ def fsdp2_scales_on_each_rank(model: nn.Module, config: EngineConfig) -> TorchEn
 @mutant_factory(
     FaultKind.LOSS_SCALE,
     Target("training.sgd_step", Part.OPTIMIZER, dtype="fp16"),
-    over="fsdp2",
+    wraps="fsdp2",
     stages=(2, 3),
     origin=Origin.PRECISION,
 )

@@ -19,7 +19,6 @@ from zharness.engines import (
 from zharness.engines.reference import ReferenceEngine
 from zharness.engines.torch_engine import TorchEngine
 from zharness.mutants import seams, seams_engines
-from zharness.mutants.around import Around
 from zharness.mutants.mutant import (
     ALL_STAGES,
     SHARDED_STAGES,
@@ -29,6 +28,7 @@ from zharness.mutants.mutant import (
     mutant,
     mutant_factory,
 )
+from zharness.mutants.wrapper import EngineWrapper
 
 
 def compute_norm(grads: Mapping[str, Tensor]) -> float:
@@ -37,18 +37,18 @@ def compute_norm(grads: Mapping[str, Tensor]) -> float:
 
 
 @mutant(FaultKind.CLIPPING, Target("training.clip_and_norm", parameter="norm"), origin=Origin.SHARDS)
-class NormOfItsOwnShard(Around):
+class NormOfItsOwnShard(EngineWrapper):
     """Clips by the norm of the gradients that this rank owns, instead of the global norm."""
 
     stages = (2,)
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
-        seams.wrap_grad_norm(self.right, lambda _: lambda: compute_norm(seams.reduced_grads(self.right)))
+        seams.wrap_grad_norm(self.base, lambda _: lambda: compute_norm(seams.reduced_grads(self.base)))
 
 
 @mutant(FaultKind.CLIPPING, Target("parameters.unfrozen", model="odd", parameter="norm"), origin=Origin.ORDERS)
-class NormLeavesOutUnfrozenWeights(Around):
+class NormLeavesOutUnfrozenWeights(EngineWrapper):
     """Leaves the weights that were frozen at construction out of the norm, also when they are trained later."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -57,29 +57,29 @@ class NormLeavesOutUnfrozenWeights(Around):
 
         def wrap(norm: Callable[[], float]) -> Callable[[], float]:
             def norm_of_trained() -> float:
-                grads = seams.reduced_grads(self.right)
-                with seams.with_reduced_grads(self.right, {name: grads[name] for name in trained if name in grads}):
+                grads = seams.reduced_grads(self.base)
+                with seams.with_reduced_grads(self.base, {name: grads[name] for name in trained if name in grads}):
                     return norm()
 
             return norm_of_trained
 
-        seams.wrap_grad_norm(self.right, wrap)
+        seams.wrap_grad_norm(self.base, wrap)
 
 
 @mutant(FaultKind.CLIPPING, Target("training.clip_and_norm", parameter="norm"), origin=Origin.SHARDS)
-class NormCountsEveryRank(Around):
+class NormCountsEveryRank(EngineWrapper):
     """Sums the squares over ranks although every rank has all gradients, so the norm is too large."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
         factor = math.sqrt(dist.get_world_size())
-        seams.wrap_grad_norm(self.right, lambda _: lambda: compute_norm(seams.reduced_grads(self.right)) * factor)
+        seams.wrap_grad_norm(self.base, lambda _: lambda: compute_norm(seams.reduced_grads(self.base)) * factor)
 
 
 @mutant_factory(
     FaultKind.CLIPPING,
     Target("training.clip_and_norm", parameter="norm"),
-    over="reference",
+    wraps="reference",
     stages=SHARDED_STAGES,
     origin=Origin.BLIND_1,
 )
@@ -112,7 +112,7 @@ def norm_misses_the_tail(model: nn.Module, config: EngineConfig) -> ReferenceEng
 @mutant_factory(
     FaultKind.CLIPPING,
     Target("training.clip_and_norm", model="transformer", dtype="bf16", parameter="norm"),
-    over="reference",
+    wraps="reference",
     stages=ALL_STAGES,
     origin=Origin.BLIND_3,
 )
@@ -145,7 +145,7 @@ def tied_twice_in_norm(model: nn.Module, config: EngineConfig) -> ReferenceEngin
 @mutant_factory(
     FaultKind.CLIPPING,
     Target("training.clip_and_norm", model="transformer", parameter="norm"),
-    over="reference",
+    wraps="reference",
     stages=ALL_STAGES,
     origin=Origin.BLIND_6,
 )
@@ -197,7 +197,7 @@ def _local_grads(engine: TorchEngine) -> list[Tensor]:
 @mutant_factory(
     FaultKind.CLIPPING,
     Target("training.clip_and_norm", parameter="norm"),
-    over="fsdp2",
+    wraps="fsdp2",
     stages=(2, 3),
     origin=Origin.BLIND_2,
 )
@@ -214,7 +214,7 @@ def fsdp2_clips_by_local_norm(model: nn.Module, config: EngineConfig) -> TorchEn
 @mutant_factory(
     FaultKind.CLIPPING,
     Target("training.clip_and_norm", parameter="norm"),
-    over="fsdp2",
+    wraps="fsdp2",
     stages=(2, 3),
     origin=Origin.BLIND_4,
 )
@@ -239,7 +239,7 @@ def fsdp2_norm_of_own_shards(model: nn.Module, config: EngineConfig) -> TorchEng
 @mutant_factory(
     FaultKind.CLIPPING,
     Target("training.clip_and_norm", parameter="norm"),
-    over="fsdp2",
+    wraps="fsdp2",
     stages=(2, 3),
     origin=Origin.BLIND_6,
 )
@@ -267,10 +267,10 @@ def clips_by_the_shards_norm(model: nn.Module, config: EngineConfig) -> TorchEng
 
 
 @mutant(FaultKind.CLIPPING, Target("training.clip_and_norm", variant="sum", parameter="norm"), origin=Origin.BLIND_9)
-class NormOfTheMeanOfASum(Around):
+class NormOfTheMeanOfASum(EngineWrapper):
     """Computes the norm of the mean over ranks although gradients are summed."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
         if config.reduction is Reduction.SUM:
-            seams.wrap_grad_norm(self.right, lambda norm: lambda: norm() / dist.get_world_size())
+            seams.wrap_grad_norm(self.base, lambda norm: lambda: norm() / dist.get_world_size())

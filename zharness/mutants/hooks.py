@@ -16,7 +16,6 @@ from zharness.engines import (
 from zharness.engines.reference import ReferenceEngine
 from zharness.engines.torch_engine import TorchEngine
 from zharness.mutants import seams, seams_engines
-from zharness.mutants.around import Around, in_backward
 from zharness.mutants.mutant import (
     FaultKind,
     Origin,
@@ -25,6 +24,7 @@ from zharness.mutants.mutant import (
     mutant,
     mutant_factory,
 )
+from zharness.mutants.wrapper import EngineWrapper, in_backward
 from zharness.parity import Part
 
 
@@ -34,11 +34,11 @@ from zharness.parity import Part
     origin=Origin.RESOURCES,
     imitates=deepspeed(7882),
 )
-class LooksAtAllForEach(Around):
+class LooksAtAllForEach(EngineWrapper):
     """Visits all parameters for each parameter, so that the work grows with the square of their number."""
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        self.right.backward(loss, retain_graph=retain_graph)
+        self.base.backward(loss, retain_graph=retain_graph)
         parameters = list(self.module.parameters())
         for _ in parameters:
             for other in parameters:
@@ -46,7 +46,7 @@ class LooksAtAllForEach(Around):
 
 
 @mutant(FaultKind.RESOURCES, Target("resources.hook_count", parameter="recomputed"), origin=Origin.RESOURCES)
-class LooksAtAllWhenItRecomputes(Around):
+class LooksAtAllWhenItRecomputes(EngineWrapper):
     """Visits every module for each module that a backward recomputes."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -67,16 +67,16 @@ def unchanged(grad: Tensor) -> Tensor:
 
 
 @mutant(FaultKind.RESOURCES, Target("resources.hook_count", parameter="trained"), origin=Origin.ONLOOKERS)
-class WatchesEveryForwardAnew(Around):
+class WatchesEveryForwardAnew(EngineWrapper):
     """Registers new hooks on all parameters in each forward, and never removes them."""
 
-    over = "ddp"
+    wraps = "ddp"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         for parameter in self.module.parameters():
             if parameter.requires_grad and torch.is_grad_enabled():
                 parameter.register_hook(unchanged)  # type: ignore[no-untyped-call]
-        return self.right(*args, **kwargs)
+        return self.base(*args, **kwargs)
 
 
 @mutant(
@@ -84,17 +84,17 @@ class WatchesEveryForwardAnew(Around):
     Target("precision.autocast_policy", None, model="mixed", cause="dtypes has the wrong names"),
     origin=Origin.ONLOOKERS,
 )
-class SkipsTheModelsHooks(Around):
+class SkipsTheModelsHooks(EngineWrapper):
     """Runs the model's forward without the forward hooks that the user has registered on the model."""
 
-    over = "ddp"
+    wraps = "ddp"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         hooks = seams_engines.forward_hooks(self.module)
         kept = dict(hooks)
         hooks.clear()
         try:
-            return self.right(*args, **kwargs)
+            return self.base(*args, **kwargs)
         finally:
             hooks.update(kept)
 
@@ -107,10 +107,10 @@ def averaged(grad: Tensor) -> Tensor:
 
 
 @mutant(FaultKind.RESOURCES, Target("resources.close", Part.LOCAL_GRADIENT, model="exact"), origin=Origin.ONLOOKERS)
-class LeavesItsHooks(Around):
+class LeavesItsHooks(EngineWrapper):
     """Does not remove its hooks in ``close``, so that they still reduce each gradient when it is computed."""
 
-    over = "ddp"
+    wraps = "ddp"
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -125,7 +125,7 @@ _SEEN: list[tuple[Callable[..., Any], torch.optim.Optimizer]] = []
 @mutant_factory(
     FaultKind.RESOURCES,
     Target("resources.close", Part.GATHER, model="exact", parameter="model"),
-    over="ddp",
+    wraps="ddp",
     stages=(0,),
     origin=Origin.BLIND_1,
 )
@@ -142,7 +142,7 @@ def ddp_closed_but_held(model: nn.Module, config: EngineConfig) -> TorchEngine:
 @mutant_factory(
     FaultKind.RESOURCES,
     Target("resources.close", None, model="exact", cause="own has the wrong names: missing ['first.bias'"),
-    over="reference",
+    wraps="reference",
     stages=(2,),
     origin=Origin.BLIND_5,
 )
@@ -159,7 +159,7 @@ def hooks_after_close(model: nn.Module, config: EngineConfig) -> ReferenceEngine
 @mutant_factory(
     FaultKind.RESOURCES,
     Target("resources.close", None, model="exact", cause="own has the wrong names"),
-    over="reference",
+    wraps="reference",
     stages=(2,),
     origin=Origin.BLIND_6,
 )
@@ -178,9 +178,9 @@ def close_leaves_hooks(model: nn.Module, config: EngineConfig) -> ReferenceEngin
     Target("training.modes", Part.FORWARD, model="stateful", parameter="calls of a forward hook*"),
     origin=Origin.BLIND_9,
 )
-class SkipsHooksOfTheModel(Around):
+class SkipsHooksOfTheModel(EngineWrapper):
     """Runs the model without the forward hooks of the model itself, as a call of its ``forward`` does."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with seams_engines.without_forward_hooks(self.module):
-            return self.right(*args, **kwargs)
+            return self.base(*args, **kwargs)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from zharness.mutants import seams
-from zharness.mutants.around import Around, SpoiledLoad
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.mutants.wrapper import EngineWrapper, SpoiledLoad
 from zharness.parity import Part
 
 PATIENCE = "patience"  # the key, in the state of the loss scale, of the number of overflows that it still ignores
@@ -17,13 +17,13 @@ def scaler_target(variant: str) -> Target:
     return Target("precision.grad_scaler", Part.OPTIMIZER, model="mixed", variant=variant, parameter="loss")
 
 
-class AroundScaler(Around):
+class ScalerWrapper(EngineWrapper):
     """The base class of mutants that change the state of the loss scale after a step."""
 
     def step(self) -> None:
-        scaler = seams.loss_scaler(self.right)
+        scaler = seams.loss_scaler(self.base)
         before = scaler.state_dict()
-        self.right.step()
+        self.base.step()
         scaler.load_state_dict(self.change_state(before, scaler.state_dict()))
 
     def change_state(self, before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
@@ -36,13 +36,13 @@ class LoadRestoresPatience(SpoiledLoad):
     """After a load, the loss scale ignores as many overflows as at the construction."""
 
     def spoil(self) -> None:
-        scaler = seams.loss_scaler(self.right)
+        scaler = seams.loss_scaler(self.base)
         hysteresis = int(self.config.options.get("fp16", {}).get("hysteresis", 1))
         scaler.load_state_dict({**scaler.state_dict(), PATIENCE: hysteresis})
 
 
 @mutant(FaultKind.LOSS_SCALE, scaler_target("consecutive_hysteresis"), origin=Origin.BLIND_11)
-class GoodStepsLeavePatience(AroundScaler):
+class GoodStepsLeavePatience(ScalerWrapper):
     """With ``consecutive_hysteresis``, a step without an overflow does not restore the number of ignored overflows."""
 
     def change_state(self, before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
@@ -50,7 +50,7 @@ class GoodStepsLeavePatience(AroundScaler):
 
 
 @mutant(FaultKind.LOSS_SCALE, scaler_target("minimum"), origin=Origin.BLIND_11)
-class HalvesBelowTheMinimum(AroundScaler):
+class HalvesBelowTheMinimum(ScalerWrapper):
     """An overflow halves the loss scale, also to less than ``min_loss_scale``."""
 
     def change_state(self, before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from zharness.engines import EngineConfig
 from zharness.law_kit.buffers import copy_buffers, restore_buffers
-from zharness.mutants.around import Around, OverDDP
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.mutants.wrapper import DDPWrapper, EngineWrapper
 from zharness.parity import Part
 
 
@@ -25,7 +25,7 @@ def copy_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 @mutant(FaultKind.RANKS, on_initial("last.bias"), origin=Origin.SHARDS)
-class BroadcastsAllButTheLastWeight(OverDDP):
+class BroadcastsAllButTheLastWeight(DDPWrapper):
     """Each rank keeps the last parameter of its own model."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -36,7 +36,7 @@ class BroadcastsAllButTheLastWeight(OverDDP):
 
 
 @mutant(FaultKind.RANKS, on_initial("*.weight"), origin=Origin.SHARDS)
-class BeginsWithTheLastRanksWeights(OverDDP):
+class BeginsWithTheLastRanksWeights(DDPWrapper):
     """All ranks begin with the weights of the last one."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -46,7 +46,7 @@ class BeginsWithTheLastRanksWeights(OverDDP):
 
 
 @mutant(FaultKind.RANKS, on_initial("seen", "buffers"), origin=Origin.SHARDS)
-class LeavesInitialBuffersApart(OverDDP):
+class LeavesInitialBuffersApart(DDPWrapper):
     """The weights are broadcast, and each rank keeps its own buffers."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -56,7 +56,7 @@ class LeavesInitialBuffersApart(OverDDP):
 
 
 @mutant(FaultKind.RANKS, on_initial("odd", world_size=4, mesh="rep2"), origin=Origin.MESH)
-class OneRankKeepsItsWeights(Around):
+class OneRankKeepsItsWeights(EngineWrapper):
     """The last rank of the last copy begins with the weights of its own model."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from zharness.engines import EngineConfig
 from zharness.mutants import seams, seams_stage3
-from zharness.mutants.around import Around
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
-from zharness.mutants.tensor_access import AroundSharded
+from zharness.mutants.tensor_access import ShardedWrapper
+from zharness.mutants.wrapper import EngineWrapper
 from zharness.parity import Part
 
 
@@ -20,7 +20,7 @@ from zharness.parity import Part
     Target("state.resume", Part.FORWARD, variant="adamw"),
     origin=Origin.BLIND_9,
 )
-class KeepsWeightsOfAnEvaluation(Around):
+class KeepsWeightsOfAnEvaluation(EngineWrapper):
     """Keeps full weights that a forward in evaluation mode gathered until the next step, also over loads and writes."""
 
     stages = (3,)
@@ -40,10 +40,10 @@ class KeepsWeightsOfAnEvaluation(Around):
 
             return fetch_or_copy
 
-        seams_stage3.wrap_fetch(self.right, wrap)
+        seams_stage3.wrap_fetch(self.base, wrap)
 
     def step(self) -> None:
-        self.right.step()
+        self.base.step()
         self.kept.clear()
 
 
@@ -53,7 +53,7 @@ class KeepsWeightsOfAnEvaluation(Around):
     Target("access.write_grad", model="similar", variant="inside_engine"),
     origin=Origin.BLIND_9,
 )
-class WrittenGradHidesLaterOnes(AroundSharded):
+class WrittenGradHidesLaterOnes(ShardedWrapper):
     """If the caller replaces a gradient inside an accumulation window, drops the gradients that come after it."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -65,13 +65,13 @@ class WrittenGradHidesLaterOnes(AroundSharded):
         self.access.write_grad(name, value)
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        self.right.backward(loss, retain_graph=retain_graph)
+        self.base.backward(loss, retain_graph=retain_graph)
         for name, value in self.written.items():
             self.access.write_grad(name, value)
 
     def zero_grad(self) -> None:
         self.written.clear()
-        self.right.zero_grad()
+        self.base.zero_grad()
 
 
 @mutant(
@@ -79,7 +79,7 @@ class WrittenGradHidesLaterOnes(AroundSharded):
     Target("access.write_param", Part.FORWARD, model="similar", variant="evaluated", setting="largest_limits"),
     origin=Origin.BLIND_11,
 )
-class KeepsPersistentWeights(Around):
+class KeepsPersistentWeights(EngineWrapper):
     """At stage 3 with a persistence threshold above 0, keeps a gathered weight until the next step, over writes too."""
 
     stages = (3,)
@@ -98,8 +98,8 @@ class KeepsPersistentWeights(Around):
             return fetch_or_copy
 
         if config.options.get("zero_optimization", {}).get("stage3_param_persistence_threshold", 0) > 0:
-            seams_stage3.wrap_fetch(self.right, wrap)
+            seams_stage3.wrap_fetch(self.base, wrap)
 
     def step(self) -> None:
-        self.right.step()
+        self.base.step()
         self.kept.clear()

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from zharness.engines import EngineConfig
-from zharness.mutants.around import Around, CountsMicroBatches
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.mutants.wrapper import CountsMicroBatches, EngineWrapper
 from zharness.parity import Part
 
 
@@ -30,7 +30,7 @@ class LosesWhatWasReadAndIsIdle(CountsMicroBatches):
         self.last_read: dict[str, Tensor] = {}
 
     def full_grads(self) -> dict[str, Tensor]:
-        grads: dict[str, Tensor] = self.right.full_grads()
+        grads: dict[str, Tensor] = self.base.full_grads()
         if self.micro + 1 < self.window:
             self.last_read = {name: grad.clone() for name, grad in grads.items()}
         return grads
@@ -38,12 +38,12 @@ class LosesWhatWasReadAndIsIdle(CountsMicroBatches):
     def step(self) -> None:
         self.count_step()
         if self.micro == 0:
-            grads = self.right.full_grads()
+            grads = self.base.full_grads()
             for name, grad in self.last_read.items():
                 if torch.equal(grad, grads[name]):
-                    self.right.write_grad(name, torch.zeros_like(grad))
+                    self.base.write_grad(name, torch.zeros_like(grad))
             self.last_read = {}
-        self.right.step()
+        self.base.step()
 
 
 @mutant(
@@ -51,19 +51,19 @@ class LosesWhatWasReadAndIsIdle(CountsMicroBatches):
     Target("window.partly_used_on_some_ranks", Part.REDUCTION, "experts", "changing_ranks_1_norm", parameter="norm"),
     origin=Origin.BLIND_10,
 )
-class NormOfWeightsThatThisRankUsed(Around):
+class NormOfWeightsThatThisRankUsed(EngineWrapper):
     """The norm leaves out the gradients of weights that this rank did not use, although other ranks used them."""
 
     used_norm: float | None = None
 
     def step(self) -> None:
         names = [name for name, parameter in self.module.named_parameters() if parameter.grad is not None]
-        grads = self.right.full_grads()
+        grads = self.base.full_grads()
         self.used_norm = math.sqrt(sum(float(grads[name].double().square().sum()) for name in names if name in grads))
-        self.right.step()
+        self.base.step()
 
     def grad_norm(self) -> float | None:
-        return None if self.right.grad_norm() is None else self.used_norm
+        return None if self.base.grad_norm() is None else self.used_norm
 
 
 @mutant(
@@ -71,7 +71,7 @@ class NormOfWeightsThatThisRankUsed(Around):
     Target("idle.momentum", Part.OPTIMIZER, model="experts", variant="groups"),
     origin=Origin.BLIND_10,
 )
-class MovesIdleWeightsOfLaterGroups(Around):
+class MovesIdleWeightsOfLaterGroups(EngineWrapper):
     """A step gives the idle weights of all parameter groups but the first a gradient of zero: momentum moves them."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -80,13 +80,13 @@ class MovesIdleWeightsOfLaterGroups(Around):
         self.stepped: set[str] = set()
 
     def step(self) -> None:
-        grads = self.right.full_grads()
-        for name, value in self.right.full_params().items():
+        grads = self.base.full_grads()
+        for name, value in self.base.full_params().items():
             is_later = any(fnmatchcase(name, pattern) for pattern in self.patterns)
             if is_later and name not in grads and name in self.stepped:
-                self.right.write_grad(name, torch.zeros_like(value))
+                self.base.write_grad(name, torch.zeros_like(value))
         self.stepped |= grads.keys()
-        self.right.step()
+        self.base.step()
 
 
 @mutant(
@@ -94,7 +94,7 @@ class MovesIdleWeightsOfLaterGroups(Around):
     Target("idle.frozen", Part.OPTIMIZER, model="experts", variant="from_construction_1"),
     origin=Origin.BLIND_10,
 )
-class ForwardsWithWeightsFromBeforeUnfreezing(Around):
+class ForwardsWithWeightsFromBeforeUnfreezing(EngineWrapper):
     """Every forward uses the first values of weights that were frozen at construction, also once they are trained."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -106,7 +106,7 @@ class ForwardsWithWeightsFromBeforeUnfreezing(Around):
         trained = [(parameter, parameter.data) for parameter, _ in self.first_values]
         for parameter, value in self.first_values:
             parameter.data = value
-        output = self.right(*args, **kwargs)
+        output = self.base(*args, **kwargs)
         for parameter, value in trained:
             parameter.data = value
         return output
@@ -129,8 +129,8 @@ class LosesWhatIsBeforeAGap(CountsMicroBatches):
     def step(self) -> None:
         if self.window > 1:
             self.count_step()
-            self.find_gaps({name: grad.clone() for name, grad in self.right.full_grads().items()})
-        self.right.step()
+            self.find_gaps({name: grad.clone() for name, grad in self.base.full_grads().items()})
+        self.base.step()
 
     def find_gaps(self, grads: dict[str, Tensor]) -> None:
         """Find the gradients that did not change, and those that change after that; the step loses what they had."""
@@ -142,7 +142,7 @@ class LosesWhatIsBeforeAGap(CountsMicroBatches):
         self.previous = grads
         if self.micro == 0:
             for name, value in self.lost.items():
-                self.right.write_grad(name, grads[name] - value)
+                self.base.write_grad(name, grads[name] - value)
             self.previous, self.before_gap, self.lost = {}, {}, {}
 
 
@@ -152,14 +152,14 @@ class LosesWhatIsBeforeAGap(CountsMicroBatches):
     Target("values.discarded", Part.OPTIMIZER, model="experts", variant="idle_in_no_sync"),
     origin=Origin.BLIND_10,
 )
-class ZeroGradInsideNoSyncDropsNothing(Around):
+class ZeroGradInsideNoSyncDropsNothing(EngineWrapper):
     """``zero_grad`` inside ``no_sync`` keeps the gradients, as if the reducing backward still needed them."""
 
     deferring = 0
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        with self.right.no_sync():
+        with self.base.no_sync():
             self.deferring += 1
             try:
                 yield
@@ -168,7 +168,7 @@ class ZeroGradInsideNoSyncDropsNothing(Around):
 
     def zero_grad(self) -> None:
         if not self.deferring:
-            self.right.zero_grad()
+            self.base.zero_grad()
 
 
 @mutant(
@@ -176,9 +176,9 @@ class ZeroGradInsideNoSyncDropsNothing(Around):
     Target("values.schedule", Part.OPTIMIZER, model="experts", variant="no_backward", parameter="learning rate"),
     origin=Origin.BLIND_10,
 )
-class StepWithoutGradientsKeepsTheRate(Around):
+class StepWithoutGradientsKeepsTheRate(EngineWrapper):
     """A step in which no weight has a gradient does nothing, so that the schedule does not advance."""
 
     def step(self) -> None:
-        if self.right.full_grads():
-            self.right.step()
+        if self.base.full_grads():
+            self.base.step()

@@ -16,7 +16,6 @@ from zharness.engines import (
 )
 from zharness.engines.torch_engine import TorchEngine
 from zharness.mutants import seams_engines
-from zharness.mutants.around import Around, OverFSDP2
 from zharness.mutants.mutant import (
     FaultKind,
     Origin,
@@ -24,11 +23,12 @@ from zharness.mutants.mutant import (
     mutant,
     mutant_factory,
 )
+from zharness.mutants.wrapper import EngineWrapper, FSDP2Wrapper
 from zharness.parity import Part
 
 
 @mutant(FaultKind.OPTIMIZER, Target("training.trajectory", Part.OPTIMIZER, variant="sgd"), origin=Origin.OPTIMIZERS)
-class IgnoresTheSchedule(OverFSDP2):
+class IgnoresTheSchedule(FSDP2Wrapper):
     """Uses the first learning rate of the schedule for all steps."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -39,12 +39,12 @@ class IgnoresTheSchedule(OverFSDP2):
 @mutant(
     FaultKind.OPTIMIZER, Target("training.accumulation", Part.OPTIMIZER, variant="engine"), origin=Origin.OPTIMIZERS
 )
-class SchedulesEveryBackward(Around):
+class SchedulesEveryBackward(EngineWrapper):
     """Advances the learning-rate schedule at every backward in addition to every step."""
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        self.right.backward(loss, retain_graph=retain_graph)
-        seams_engines.schedule(self.right).step()
+        self.base.backward(loss, retain_graph=retain_graph)
+        seams_engines.schedule(self.base).step()
 
 
 @mutant(
@@ -52,24 +52,24 @@ class SchedulesEveryBackward(Around):
     Target("training.trajectory", Part.OPTIMIZER, variant="sgd", parameter="learning rate*"),
     origin=Origin.CIRCUMSTANCES,
 )
-class TellsTheFirstRates(Around):
+class TellsTheFirstRates(EngineWrapper):
     """Always reports the learning rates of the first step, even after the schedule has changed them."""
 
-    over = "ddp"
+    wraps = "ddp"
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
-        self.first = self.right.observe().learning_rates
+        self.first = self.base.observe().learning_rates
 
     def observe(self) -> Observations:
-        observations: Observations = self.right.observe()
+        observations: Observations = self.base.observe()
         return replace(observations, learning_rates=self.first)
 
 
 @mutant_factory(
     FaultKind.OPTIMIZER,
     Target("training.optimizers", Part.OPTIMIZER, variant="long"),
-    over="ddp",
+    wraps="ddp",
     stages=(0,),
     origin=Origin.BLIND_1,
 )
@@ -89,7 +89,7 @@ def ddp_schedule_wraps(model: nn.Module, config: EngineConfig) -> TorchEngine:
 @mutant_factory(
     FaultKind.OPTIMIZER,
     Target("training.trajectory", Part.OPTIMIZER, variant="sgd", parameter="*bias"),
-    over="zero1",
+    wraps="zero1",
     stages=(1,),
     origin=Origin.BLIND_2,
 )
@@ -111,7 +111,7 @@ def zero1_stale_rates_of_later_groups(model: nn.Module, config: EngineConfig) ->
 @mutant_factory(
     FaultKind.OPTIMIZER,
     Target("training.trajectory", Part.OPTIMIZER, variant="sgd", parameter="*bias"),
-    over="zero1",
+    wraps="zero1",
     stages=(1,),
     origin=Origin.BLIND_3,
 )
@@ -138,7 +138,7 @@ def schedule_moves_first_group(model: nn.Module, config: EngineConfig) -> TorchE
 @mutant_factory(
     FaultKind.OPTIMIZER,
     Target("training.trajectory", Part.OPTIMIZER, variant="adamw"),
-    over="zero1",
+    wraps="zero1",
     stages=(1,),
     origin=Origin.BLIND_4,
 )
@@ -170,7 +170,7 @@ def zero1_rate_of_last_step(model: nn.Module, config: EngineConfig) -> TorchEngi
 @mutant_factory(
     FaultKind.OPTIMIZER,
     Target("training.trajectory", Part.OPTIMIZER, variant="adamw"),
-    over="zero1",
+    wraps="zero1",
     stages=(1,),
     origin=Origin.BLIND_5,
 )
@@ -187,7 +187,7 @@ def schedule_of_the_outer_optimizer(model: nn.Module, config: EngineConfig) -> T
 @mutant_factory(
     FaultKind.OPTIMIZER,
     Target("training.trajectory", Part.OPTIMIZER, variant="adamw"),
-    over="zero1",
+    wraps="zero1",
     stages=(1,),
     origin=Origin.BLIND_6,
 )

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from zharness.engines import EngineConfig
 from zharness.engines.protocol import IGNORED, TrainedStep
-from zharness.mutants.around import Around
 from zharness.mutants.gradient_norm import compute_norm
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.mutants.wrapper import EngineWrapper
 from zharness.parity import Part
 
 Samples = Sequence[tuple[Tensor, Tensor]]
@@ -27,14 +27,14 @@ def on_loop(
     return Target(law, part, "chain", variant, parameter=parameter, cause=cause)
 
 
-class OverTrainer(Around):
+class TrainerWrapper(EngineWrapper):
     """The base class of mutants of a loop."""
 
-    over = "trainer_ddp"
+    wraps = "trainer_ddp"
 
     def train(self, samples: Samples, loss: Loss, counts_items: bool) -> Sequence[TrainedStep]:
         """Run the training on the right engine; subclasses break it."""
-        steps: Sequence[TrainedStep] = self.right.train(samples, loss, counts_items)
+        steps: Sequence[TrainedStep] = self.base.train(samples, loss, counts_items)
         return steps
 
 
@@ -44,7 +44,7 @@ class OverTrainer(Around):
     origin=Origin.MESH,
     imitates="https://github.com/huggingface/transformers/pull/34191",
 )
-class AveragesMicroBatchesOfItems(OverTrainer):
+class AveragesMicroBatchesOfItems(TrainerWrapper):
     """Each micro-batch divides by its own number of items, and the step takes the mean of these quotients."""
 
     def train(self, samples: Samples, loss: Loss, counts_items: bool) -> Sequence[TrainedStep]:
@@ -62,7 +62,7 @@ class AveragesMicroBatchesOfItems(OverTrainer):
     origin=Origin.MESH,
     imitates="https://github.com/huggingface/transformers/pull/34373",
 )
-class CountsItemsOfOneRank(OverTrainer):
+class CountsItemsOfOneRank(TrainerWrapper):
     """Each rank divides by the number of its own items."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -72,7 +72,7 @@ class CountsItemsOfOneRank(OverTrainer):
 @mutant(
     FaultKind.CONTRIBUTION, on_loop("loop.training", "remainder", None, cause="made 1 steps of 2"), origin=Origin.MESH
 )
-class DropsTheRemainder(OverTrainer):
+class DropsTheRemainder(TrainerWrapper):
     """The samples that do not fill a window are left out."""
 
     def train(self, samples: Samples, loss: Loss, counts_items: bool) -> Sequence[TrainedStep]:
@@ -81,7 +81,7 @@ class DropsTheRemainder(OverTrainer):
 
 
 @mutant(FaultKind.SCALE, on_loop("loop.training", "remainder"), origin=Origin.MESH)
-class DividesTheRemainderByTheWindow(OverTrainer):
+class DividesTheRemainderByTheWindow(TrainerWrapper):
     """The gradient of a last window with fewer micro-batches is divided by the number of a full window."""
 
     def train(self, samples: Samples, loss: Loss, counts_items: bool) -> Sequence[TrainedStep]:
@@ -90,7 +90,7 @@ class DividesTheRemainderByTheWindow(OverTrainer):
 
 
 @mutant(FaultKind.RANKS, on_loop("loop.training", "single", Part.FORWARD, "loss"), origin=Origin.MESH)
-class GivesAllRanksOneBatch(OverTrainer):
+class GivesAllRanksOneBatch(TrainerWrapper):
     """Every rank trains the samples of the first one."""
 
     def train(self, samples: Samples, loss: Loss, counts_items: bool) -> Sequence[TrainedStep]:
@@ -100,7 +100,7 @@ class GivesAllRanksOneBatch(OverTrainer):
 
 
 @mutant(FaultKind.CLIPPING, on_loop("loop.clipping", "clipped", parameter="norm"), origin=Origin.MESH)
-class ReportsTheClippedNorm(OverTrainer):
+class ReportsTheClippedNorm(TrainerWrapper):
     """The norm of a step is that of the clipped gradients."""
 
     def train(self, samples: Samples, loss: Loss, counts_items: bool) -> Sequence[TrainedStep]:
@@ -109,7 +109,7 @@ class ReportsTheClippedNorm(OverTrainer):
 
 
 @mutant(FaultKind.CLIPPING, on_loop("loop.clipping", "clipped", parameter="blocks*"), origin=Origin.MESH)
-class ClipsToTwiceTheLimit(OverTrainer):
+class ClipsToTwiceTheLimit(TrainerWrapper):
     """Gradients are clipped to twice the limit."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -117,7 +117,7 @@ class ClipsToTwiceTheLimit(OverTrainer):
 
 
 @mutant(FaultKind.OPTIMIZER, on_loop("loop.training", "accumulated", Part.OPTIMIZER, "*.bias"), origin=Origin.MESH)
-class LosesTheLastStep(OverTrainer):
+class LosesTheLastStep(TrainerWrapper):
     """The weights after the last step are those from before it."""
 
     def train(self, samples: Samples, loss: Loss, counts_items: bool) -> Sequence[TrainedStep]:
@@ -125,17 +125,17 @@ class LosesTheLastStep(OverTrainer):
         return [*steps, replace(last, params=steps[-1].params)]
 
 
-class OverAccelerateDeepSpeed(OverTrainer):
+class AccelerateDeepSpeedWrapper(TrainerWrapper):
     """The base class of mutants of accelerate over DeepSpeed."""
 
-    over = "accelerate_deepspeed"
+    wraps = "accelerate_deepspeed"
     stages = (1,)
 
 
-class OverTrainerDeepSpeed(OverTrainer):
+class TrainerDeepSpeedWrapper(TrainerWrapper):
     """The base class of mutants of transformers.Trainer over DeepSpeed."""
 
-    over = "trainer_deepspeed"
+    wraps = "trainer_deepspeed"
     stages = (1,)
 
 
@@ -144,7 +144,7 @@ class OverTrainerDeepSpeed(OverTrainer):
     on_loop("loop.training", "accumulated", None, cause="made 4 steps of 2"),
     origin=Origin.MESH,
 )
-class StepsAtEachMicroBatchOfAccelerate(OverAccelerateDeepSpeed):
+class StepsAtEachMicroBatchOfAccelerate(AccelerateDeepSpeedWrapper):
     """DeepSpeed is configured with windows of one micro-batch, and so makes a step at each."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -152,7 +152,7 @@ class StepsAtEachMicroBatchOfAccelerate(OverAccelerateDeepSpeed):
 
 
 @mutant(FaultKind.STALE, on_loop("loop.training", "accumulated", Part.LOCAL_GRADIENT), origin=Origin.MESH)
-class RecordsTheFirstGradientsOfAccelerate(OverAccelerateDeepSpeed):
+class RecordsTheFirstGradientsOfAccelerate(AccelerateDeepSpeedWrapper):
     """The gradients that are recorded of every step are those of the first."""
 
     def train(self, samples: Samples, loss: Loss, counts_items: bool) -> Sequence[TrainedStep]:
@@ -161,11 +161,11 @@ class RecordsTheFirstGradientsOfAccelerate(OverAccelerateDeepSpeed):
 
 
 @mutant(FaultKind.STALE, on_loop("loop.training", "accumulated", Part.OPTIMIZER), origin=Origin.MESH)
-class ReadsWeightsBeforeTheStepOfDeepSpeed(OverTrainerDeepSpeed):
+class ReadsWeightsBeforeTheStepOfDeepSpeed(TrainerDeepSpeedWrapper):
     """The weights that are recorded of a step are those before it."""
 
     def train(self, samples: Samples, loss: Loss, counts_items: bool) -> Sequence[TrainedStep]:
-        before = self.right.full_params()
+        before = self.base.full_params()
         steps = super().train(samples, loss, counts_items)
         olds = [before, *(step.params for step in steps)]
         return [replace(step, params=old) for step, old in zip(steps, olds, strict=False)]

@@ -16,7 +16,6 @@ from zharness.engines import (
 )
 from zharness.engines.reference import ReferenceEngine
 from zharness.mutants import seams, seams_engines
-from zharness.mutants.around import Around, CountsMicroBatches
 from zharness.mutants.mutant import (
     ALL_STAGES,
     FaultKind,
@@ -26,16 +25,17 @@ from zharness.mutants.mutant import (
     mutant,
     mutant_factory,
 )
+from zharness.mutants.wrapper import CountsMicroBatches, EngineWrapper
 from zharness.parity import Part
 
 
 @mutant(FaultKind.LOSS_SCALE, Target("training.grads", dtype="bf16"), origin=Origin.SCALE, imitates=deepspeed(7837))
-class LosesBf16ByALossScale(Around):
+class LosesBf16ByALossScale(EngineWrapper):
     """Divides bf16 gradients by a loss scale of 65536, although the loss was not multiplied by this scale."""
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         scaled = loss / 65536 if self.config.dtype == "bf16" else loss
-        self.right.backward(scaled, retain_graph=retain_graph)
+        self.base.backward(scaled, retain_graph=retain_graph)
 
 
 @mutant(
@@ -48,18 +48,18 @@ class GrowthCountsMicroBatches(CountsMicroBatches):
 
     def step(self) -> None:
         if self.window > 1 and self.micro == 0:
-            scaler = seams.loss_scaler(self.right)
+            scaler = seams.loss_scaler(self.base)
             scaler.load_state_dict({**scaler.state_dict(), "good_steps": 1})
         self.count_step()
-        self.right.step()
+        self.base.step()
 
 
 @mutant(FaultKind.LOSS_SCALE, Target("training.grads", dtype="fp16"), origin=Origin.SCALE)
-class ScalesTheLossTwice(Around):
+class ScalesTheLossTwice(EngineWrapper):
     """Multiplies the loss by the loss scale twice and divides the gradients by it once."""
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        self.right.backward(loss * self.config.loss_scale, retain_graph=retain_graph)
+        self.base.backward(loss * self.config.loss_scale, retain_graph=retain_graph)
 
 
 @mutant(
@@ -68,11 +68,11 @@ class ScalesTheLossTwice(Around):
     origin=Origin.SCALE,
     imitates=deepspeed(7534),
 )
-class ReportsTheScaledNorm(Around):
+class ReportsTheScaledNorm(EngineWrapper):
     """Reports the gradient norm multiplied by 65536, as if bf16 had a loss scale."""
 
     def grad_norm(self) -> float | None:
-        norm = self.right.grad_norm()
+        norm = self.base.grad_norm()
         return None if norm is None else 65536 * norm
 
 
@@ -81,7 +81,7 @@ class ReportsTheScaledNorm(Around):
     Target("precision.grad_scaler", Part.REDUCTION, model="mixed", variant="clipped", parameter="norm"),
     origin=Origin.PRECISION,
 )
-class UnscalesTheNormByTheNextScale(Around):
+class UnscalesTheNormByTheNextScale(EngineWrapper):
     """Divides the norm of the scaled gradients by the loss scale that holds after the step."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -89,12 +89,12 @@ class UnscalesTheNormByTheNextScale(Around):
         self.growth = 1.0
 
     def step(self) -> None:
-        scale = self.right.observe().loss_scale
-        self.right.step()
-        self.growth = self.right.observe().loss_scale / scale
+        scale = self.base.observe().loss_scale
+        self.base.step()
+        self.growth = self.base.observe().loss_scale / scale
 
     def grad_norm(self) -> float | None:
-        norm = self.right.grad_norm()
+        norm = self.base.grad_norm()
         return None if norm is None else norm / self.growth
 
 
@@ -103,7 +103,7 @@ class UnscalesTheNormByTheNextScale(Around):
     Target("precision.grad_scaler", Part.OPTIMIZER, model="mixed", variant="fp16"),
     origin=Origin.PRECISION,
 )
-class ScalesLate(Around):
+class ScalesLate(EngineWrapper):
     """Doubles the loss scale one step too late, and does not halve it at the first overflow."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -119,13 +119,13 @@ class ScalesLate(Around):
     Target("precision.grad_scaler", Part.OPTIMIZER, model="mixed", variant="autocast"),
     origin=Origin.PRECISION,
 )
-class StepsOverInfinities(Around):
+class StepsOverInfinities(EngineWrapper):
     """Replaces infinite gradients by zeros and makes the step, instead of skipping it."""
 
     def step(self) -> None:
-        for grad in seams.reduce_pending(self.right).values():
+        for grad in seams.reduce_pending(self.base).values():
             grad.nan_to_num_(0.0, 0.0, 0.0)
-        self.right.step()
+        self.base.step()
 
 
 @mutant(
@@ -133,13 +133,13 @@ class StepsOverInfinities(Around):
     Target("precision.grad_scaler", Part.OPTIMIZER, model="mixed", variant="resumed", parameter="loss scale"),
     origin=Origin.CIRCUMSTANCES,
 )
-class ForgetsTheLossScale(Around):
+class ForgetsTheLossScale(EngineWrapper):
     """Does not restore the loss scale, or the count of steps without overflow, from a checkpoint."""
 
     def load(self, path: Path) -> None:
-        scaler = seams.loss_scaler(self.right)
+        scaler = seams.loss_scaler(self.base)
         before = scaler.state_dict()
-        self.right.load(path)
+        self.base.load(path)
         scaler.load_state_dict(before)
 
 
@@ -158,7 +158,7 @@ class _SkipAges(ReferenceEngine):
     FaultKind.LOSS_SCALE,
     Target("precision.grad_scaler", Part.OPTIMIZER, model="mixed", variant="fp16", parameter="*/step"),
     Target("precision.grad_scaler", Part.OPTIMIZER, model="mixed", variant="minimum", parameter="*/step"),
-    over="reference",
+    wraps="reference",
     stages=ALL_STAGES,
     origin=Origin.BLIND_1,
 )
@@ -183,7 +183,7 @@ class _SchedulesSkipped(ReferenceEngine):
 @mutant_factory(
     FaultKind.LOSS_SCALE,
     Target("precision.grad_scaler", Part.OPTIMIZER, model="mixed", variant="fp16", parameter="learning rate*"),
-    over="reference",
+    wraps="reference",
     stages=ALL_STAGES,
     origin=Origin.BLIND_2,
 )
@@ -198,7 +198,7 @@ def schedule_moves_on_skipped_step(model: nn.Module, config: EngineConfig) -> Re
 @mutant_factory(
     FaultKind.RANKS,
     Target("precision.grad_scaler", Part.OPTIMIZER, model="mixed", variant="fp16"),
-    over="reference",
+    wraps="reference",
     stages=(3,),
     origin=Origin.BLIND_2,
 )
@@ -240,7 +240,7 @@ class _UnscalesInPlace(ReferenceEngine):
 @mutant_factory(
     FaultKind.LOSS_SCALE,
     Target("training.trajectory", Part.OPTIMIZER, variant="adamw", dtype="fp16"),
-    over="reference",
+    wraps="reference",
     stages=ALL_STAGES,
     origin=Origin.BLIND_3,
 )
@@ -255,7 +255,7 @@ def looking_unscales(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
 @mutant_factory(
     FaultKind.LOSS_SCALE,
     Target("precision.grad_scaler", Part.OPTIMIZER, model="mixed", variant="fp16"),
-    over="reference",
+    wraps="reference",
     stages=(3,),
     origin=Origin.BLIND_4,
 )
@@ -274,7 +274,7 @@ def overflow_in_own_shard(model: nn.Module, config: EngineConfig) -> ReferenceEn
 @mutant_factory(
     FaultKind.LOSS_SCALE,
     Target("precision.grad_scaler", Part.OPTIMIZER, model="mixed", variant="fp16", parameter="loss"),
-    over="reference",
+    wraps="reference",
     stages=ALL_STAGES,
     origin=Origin.BLIND_6,
 )
@@ -303,7 +303,7 @@ def growth_window_survives_an_overflow(model: nn.Module, config: EngineConfig) -
     Target("values.skipped_step", Part.OPTIMIZER, variant="one_element", dtype="fp16", stage=2, parameter="outcome"),
     origin=Origin.BLIND_9,
 )
-class OverflowSeenOnRankZero(Around):
+class OverflowSeenOnRankZero(EngineWrapper):
     """Skips a step only if the shards of rank 0 overflow; an overflow of another rank's shard alone is applied."""
 
     stages = (2,)
@@ -321,7 +321,7 @@ class OverflowSeenOnRankZero(Around):
 
             return decide_on_rank_0
 
-        seams.wrap_unscale_and_clip(self.right, wrap)
+        seams.wrap_unscale_and_clip(self.base, wrap)
 
 
 @mutant(
@@ -329,7 +329,7 @@ class OverflowSeenOnRankZero(Around):
     Target("training.small_gradients", model="exact", dtype="fp16"),
     origin=Origin.BLIND_9,
 )
-class UnscalesInHalf(Around):
+class UnscalesInHalf(EngineWrapper):
     """Rounds unscaled gradients to fp16, in which small gradients are lost."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -344,10 +344,10 @@ class UnscalesInHalf(Around):
 
             return unscale_in_half
 
-        seams.wrap_unscale_and_clip(self.right, wrap)
+        seams.wrap_unscale_and_clip(self.base, wrap)
 
     def full_grads(self) -> dict[str, Tensor]:
-        return {name: grad.half().to(grad.dtype) for name, grad in self.right.full_grads().items()}
+        return {name: grad.half().to(grad.dtype) for name, grad in self.base.full_grads().items()}
 
 
 @mutant(
@@ -355,12 +355,12 @@ class UnscalesInHalf(Around):
     Target("access.write_grad", model="similar", variant="idle", dtype="fp16"),
     origin=Origin.BLIND_10,
 )
-class ScalesWrittenGradsOfIdleWeights(Around):
+class ScalesWrittenGradsOfIdleWeights(EngineWrapper):
     """``write_grad`` multiplies by the loss scale once more if the step did not use the weight."""
 
     def write_grad(self, name: str, value: Tensor) -> None:
-        is_idle = name not in self.right.full_grads()
-        self.right.write_grad(name, value * seams.loss_scaler(self.right).value if is_idle else value)
+        is_idle = name not in self.base.full_grads()
+        self.base.write_grad(name, value * seams.loss_scaler(self.base).value if is_idle else value)
 
 
 @mutant(
@@ -368,13 +368,13 @@ class ScalesWrittenGradsOfIdleWeights(Around):
     Target("precision.grad_scaler", Part.OPTIMIZER, model="mixed", variant="hysteresis"),
     origin=Origin.BLIND_10,
 )
-class GrowthKeepsHysteresis(Around):
+class GrowthKeepsHysteresis(EngineWrapper):
     """The count of overflows that the loss scale ignores does not restart when the scale grows."""
 
     def step(self) -> None:
-        scaler = seams.loss_scaler(self.right)
+        scaler = seams.loss_scaler(self.base)
         before = scaler.state_dict()
-        self.right.step()
+        self.base.step()
         after = scaler.state_dict()
         if after["scale"] > before["scale"]:
             scaler.load_state_dict({**after, "patience": before["patience"]})

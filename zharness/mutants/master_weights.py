@@ -19,7 +19,6 @@ from zharness.engines.reference import ReferenceEngine
 from zharness.engines.torch_engine import TorchEngine
 from zharness.errors import ConfigError
 from zharness.mutants import seams, seams_engines
-from zharness.mutants.around import Around, SpoiledLoad
 from zharness.mutants.mutant import (
     ALL_STAGES,
     FaultKind,
@@ -28,7 +27,8 @@ from zharness.mutants.mutant import (
     mutant,
     mutant_factory,
 )
-from zharness.mutants.tensor_access import AroundSharded
+from zharness.mutants.tensor_access import ShardedWrapper
+from zharness.mutants.wrapper import EngineWrapper, SpoiledLoad
 from zharness.parity import Part
 
 
@@ -37,12 +37,12 @@ from zharness.parity import Part
     Target("precision.master_weights", Part.OPTIMIZER, model="mixed", variant="fp32"),
     origin=Origin.PRECISION,
 )
-class ForgetsItsMasters(Around):
+class ForgetsItsMasters(EngineWrapper):
     """Rounds the fp32 master weights to bf16 after every step."""
 
     def step(self) -> None:
-        self.right.step()
-        for master in seams.master_weights(self.right).values():
+        self.base.step()
+        for master in seams.master_weights(self.base).values():
             master.copy_(master.bfloat16())
 
 
@@ -51,7 +51,7 @@ class ForgetsItsMasters(Around):
     Target("precision.master_weights", Part.FORWARD, model="mixed", variant="fp32", parameter="input"),
     origin=Origin.PRECISION,
 )
-class TakesAnyMixOfMasters(Around):
+class TakesAnyMixOfMasters(EngineWrapper):
     """Accepts an invalid combination of dtypes of master weights, gradients and optimizer state.
 
     The mutant trains without the options that configure these dtypes.
@@ -67,7 +67,7 @@ class TakesAnyMixOfMasters(Around):
 @mutant_factory(
     FaultKind.AUTOCAST,
     Target("training.trajectory", Part.OPTIMIZER, variant="adamw", dtype="bf16"),
-    over="fsdp2",
+    wraps="fsdp2",
     stages=(2, 3),
     origin=Origin.BLIND_5,
 )
@@ -96,7 +96,7 @@ def masters_rounded_by_step(model: nn.Module, config: EngineConfig) -> TorchEngi
 @mutant_factory(
     FaultKind.AUTOCAST,
     Target("precision.master_weights", Part.ACCUMULATION, model="mixed", variant="fp32"),
-    over="reference",
+    wraps="reference",
     stages=(2, 3),
     origin=Origin.BLIND_5,
 )
@@ -124,7 +124,7 @@ def accumulates_in_model_dtype(model: nn.Module, config: EngineConfig) -> Refere
 @mutant_factory(
     FaultKind.AUTOCAST,
     Target("precision.master_weights", Part.ACCUMULATION, model="mixed", variant="fp32"),
-    over="reference",
+    wraps="reference",
     stages=(2, 3),
     origin=Origin.BLIND_6,
 )
@@ -148,7 +148,7 @@ def micro_batches_add_up_low(model: nn.Module, config: EngineConfig) -> Referenc
 @mutant_factory(
     FaultKind.AUTOCAST,
     Target("training.any_order", Part.GATHER, variant="saved", dtype="bf16"),
-    over="reference",
+    wraps="reference",
     stages=ALL_STAGES,
     origin=Origin.BLIND_6,
 )
@@ -179,7 +179,7 @@ class LosesItsMasters(SpoiledLoad):
     """Rounds the loaded master weights to bf16."""
 
     def spoil(self) -> None:
-        for master in seams.master_weights(self.right).values():
+        for master in seams.master_weights(self.base).values():
             master.copy_(master.bfloat16())
 
 
@@ -194,7 +194,7 @@ class _RoundsLoadedMasters(ReferenceEngine):
 @mutant_factory(
     FaultKind.STATE,
     Target("state.resume", Part.OPTIMIZER, variant="adamw", dtype="bf16"),
-    over="reference",
+    wraps="reference",
     stages=ALL_STAGES,
     origin=Origin.BLIND_1,
 )
@@ -209,7 +209,7 @@ def load_rounds_masters(model: nn.Module, config: EngineConfig) -> ReferenceEngi
 @mutant_factory(
     FaultKind.STATE,
     Target("state.resume", Part.OPTIMIZER, variant="adamw", dtype="bf16"),
-    over="reference",
+    wraps="reference",
     stages=ALL_STAGES,
     origin=Origin.BLIND_2,
 )
@@ -232,7 +232,7 @@ class _CopiesModelToMasters(ReferenceEngine):
 @mutant_factory(
     FaultKind.STATE,
     Target("state.resume", Part.OPTIMIZER, variant="adamw", dtype="bf16"),
-    over="reference",
+    wraps="reference",
     stages=ALL_STAGES,
     origin=Origin.BLIND_3,
 )
@@ -247,7 +247,7 @@ def masters_from_model_at_load(model: nn.Module, config: EngineConfig) -> Refere
 @mutant_factory(
     FaultKind.STATE,
     Target("state.resume", Part.OPTIMIZER, variant="adamw", dtype="bf16"),
-    over="reference",
+    wraps="reference",
     stages=ALL_STAGES,
     origin=Origin.BLIND_4,
 )
@@ -264,18 +264,18 @@ def masters_rounded_on_load(model: nn.Module, config: EngineConfig) -> Reference
     Target("parameters.edited_and_stepped", Part.GATHER, model="similar", dtype="bf16", variant="partly"),
     origin=Origin.BLIND_9,
 )
-class AnEditRoundsWhatItLeaves(AroundSharded):
+class AnEditRoundsWhatItLeaves(ShardedWrapper):
     """Rounds through bf16 the master weights that were gathered for an edit and that nobody edited."""
 
     @contextmanager
     def gathered(self, names: Sequence[str]) -> Iterator[dict[str, Tensor]]:
-        with self.right.gathered(names) as weights:
+        with self.base.gathered(names) as weights:
             before = {name: weight.clone() for name, weight in weights.items()}
             yield weights
             left = [name for name, weight in before.items() if torch.equal(weight, weights[name])]
         for name in left:
             if self.module.get_parameter(name).requires_grad:
-                self.access.write_param(name, self.right.read_param(name).bfloat16().float())
+                self.access.write_param(name, self.base.read_param(name).bfloat16().float())
 
 
 @mutant(
@@ -284,13 +284,13 @@ class AnEditRoundsWhatItLeaves(AroundSharded):
     Target("precision.frozen_masters", Part.GATHER, dtype="fp16", parameter="first*"),
     origin=Origin.BLIND_12,
 )
-class ReturnsMastersOfFrozenWeights(Around):
+class ReturnsMastersOfFrozenWeights(EngineWrapper):
     """Returns the fp32 master of a weight that was frozen after a step, in place of the weight itself."""
 
     def full_params(self) -> dict[str, Tensor]:
-        weights: dict[str, Tensor] = self.right.full_params()
+        weights: dict[str, Tensor] = self.base.full_params()
         frozen = {name for name, weight in self.module.named_parameters() if not weight.requires_grad}
-        masters = self.right.observe().masters
+        masters = self.base.observe().masters
         if isinstance(masters, Mapping):
             weights |= {name: master for name, master in masters.items() if name in frozen}
         return weights

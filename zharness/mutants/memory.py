@@ -16,7 +16,6 @@ from zharness.engines import (
 from zharness.engines.reference import ReferenceEngine
 from zharness.engines.torch_engine import TorchEngine
 from zharness.mutants import seams, seams_stage3
-from zharness.mutants.around import Around
 from zharness.mutants.mutant import (
     FaultKind,
     Origin,
@@ -24,6 +23,7 @@ from zharness.mutants.mutant import (
     mutant,
     mutant_factory,
 )
+from zharness.mutants.wrapper import EngineWrapper
 from zharness.parity import Part
 
 
@@ -33,11 +33,11 @@ from zharness.parity import Part
     Target("resources.memory_per_rank", Part.GATHER, parameter="optimizer_state", world_size=4, mesh="rep2"),
     origin=Origin.RESOURCES,
 )
-class HoldsTheStateTwice(Around):
+class HoldsTheStateTwice(EngineWrapper):
     """Keeps a second copy of the optimizer's first moments."""
 
     def step(self) -> None:
-        self.right.step()
+        self.base.step()
         for state in self.optimizer.state.values():
             if "exp_avg" in state:
                 state["spare"] = state["exp_avg"].clone()
@@ -48,7 +48,7 @@ class HoldsTheStateTwice(Around):
     Target("resources.memory_per_rank", Part.GATHER, parameter="gradients"),
     origin=Origin.RESOURCES,
 )
-class HoldsGradientsWhole(Around):
+class HoldsGradientsWhole(EngineWrapper):
     """At stage 2, keeps every full gradient in addition to this rank's shard of the gradient."""
 
     stages = (2,)
@@ -59,31 +59,31 @@ class HoldsGradientsWhole(Around):
         def wrap(reduced: Callable[[], list[Tensor]]) -> Callable[[], list[Tensor]]:
             return lambda: [*reduced(), *(torch.zeros_like(parameter) for parameter in model.parameters())]
 
-        seams.wrap_reduced_tensors(self.right, wrap)
+        seams.wrap_reduced_tensors(self.base, wrap)
 
 
 @mutant(FaultKind.RESOURCES, Target("resources.comm_volume", parameter="sent"), origin=Origin.RESOURCES)
-class SendsTwice(Around):
+class SendsTwice(EngineWrapper):
     """All-reduces as many additional elements as the model has in each backward."""
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        self.right.backward(loss, retain_graph=retain_graph)
+        self.base.backward(loss, retain_graph=retain_graph)
         for parameter in self.module.parameters():
-            seams.comm(self.right).all_reduce(torch.zeros_like(parameter))
+            seams.comm(self.base).all_reduce(torch.zeros_like(parameter))
 
 
 @mutant(FaultKind.RESOURCES, Target("resources.gathered_bytes", Part.GATHER, parameter="rest"), origin=Origin.RESOURCES)
-class StaysGathered(Around):
+class StaysGathered(EngineWrapper):
     """Keeps one parameter unsharded at all times."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
         self.kept = next(iter(model.parameters())).detach().clone()
-        seams.count_unsharded(self.right, self.kept)
+        seams.count_unsharded(self.base, self.kept)
 
 
 @mutant(FaultKind.RESOURCES, Target("resources.gathered_bytes", Part.GATHER, parameter="peak"), origin=Origin.RESOURCES)
-class GathersUntilBackward(Around):
+class GathersUntilBackward(EngineWrapper):
     """Keeps parameters unsharded from the forward until the end of the backward."""
 
     stages = (3,)
@@ -99,10 +99,10 @@ class GathersUntilBackward(Around):
 
             return unshard_and_keep
 
-        seams_stage3.wrap_unshard(self.right, wrap)
+        seams_stage3.wrap_unshard(self.base, wrap)
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        self.right.backward(loss, retain_graph=retain_graph)
+        self.base.backward(loss, retain_graph=retain_graph)
         self.kept.clear()
 
 
@@ -111,10 +111,10 @@ class GathersUntilBackward(Around):
     Target("resources.memory_per_rank", Part.GATHER, parameter="parameters behind a forward"),
     origin=Origin.ONLOOKERS,
 )
-class StaysGatheredUntilBackward(Around):
+class StaysGatheredUntilBackward(EngineWrapper):
     """At stage 3, keeps FSDP2's parameters unsharded from forward to backward, as stage 2 does."""
 
-    over = "fsdp2"
+    wraps = "fsdp2"
     stages = (3,)
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -126,14 +126,14 @@ class StaysGatheredUntilBackward(Around):
 
 
 @mutant(FaultKind.RESOURCES, Target("resources.no_leak", Part.GATHER), origin=Origin.RESOURCES)
-class LeavesTensorsBehind(Around):
+class LeavesTensorsBehind(EngineWrapper):
     """Keeps one tensor in memory for every engine that was closed in this process."""
 
     behind: ClassVar[list[Tensor]] = []
 
     def close(self) -> None:
         self.behind.append(torch.zeros(()))
-        self.right.close()
+        self.base.close()
 
 
 @mutant(
@@ -141,17 +141,17 @@ class LeavesTensorsBehind(Around):
     Target("backward.engine_backward", Part.LOCAL_GRADIENT, model="blocks", parameter="refused"),
     origin=Origin.ONLOOKERS,
 )
-class AlwaysRetains(Around):
+class AlwaysRetains(EngineWrapper):
     """Retains the graph of every backward, so that its activations are kept until the next backward."""
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        self.right.backward(loss, retain_graph=True)
+        self.base.backward(loss, retain_graph=True)
 
 
 @mutant_factory(
     FaultKind.RESOURCES,
     Target("resources.memory_per_rank", Part.GATHER, parameter="gradients"),
-    over="reference",
+    wraps="reference",
     stages=(2,),
     origin=Origin.BLIND_4,
 )
@@ -189,7 +189,7 @@ class _KeepsOutputs(TorchEngine):
 @mutant_factory(
     FaultKind.RESOURCES,
     Target("resources.no_leak", Part.GATHER, parameter="tensors"),
-    over="zero1",
+    wraps="zero1",
     stages=(1,),
     origin=Origin.BLIND_5,
 )
@@ -207,7 +207,7 @@ def keeps_outputs(model: nn.Module, config: EngineConfig) -> TorchEngine:
 @mutant_factory(
     FaultKind.RESOURCES,
     Target("resources.no_leak", Part.GATHER, parameter="tensors"),
-    over="ddp",
+    wraps="ddp",
     stages=(0,),
     origin=Origin.BLIND_6,
 )
@@ -239,7 +239,7 @@ def outputs_are_kept(model: nn.Module, config: EngineConfig) -> TorchEngine:
     Target(
         "checkpointing.whole_model", Part.GATHER, model="blocks", variant="non_reentrant", parameter="gathered_bytes"
     ),
-    over="reference",
+    wraps="reference",
     stages=(3,),
     origin=Origin.BLIND_3,
 )
@@ -259,7 +259,7 @@ def failed_forward_stays_open(model: nn.Module, config: EngineConfig) -> Referen
     Target(
         "checkpointing.whole_model", Part.GATHER, model="blocks", variant="non_reentrant", parameter="gathered_bytes"
     ),
-    over="reference",
+    wraps="reference",
     stages=(3,),
     origin=Origin.BLIND_5,
 )

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from zharness.engines import EngineConfig, Piece
 from zharness.mesh import DATA_SHARD, REPLICATE, TENSOR
 from zharness.mutants import seams_engines
-from zharness.mutants.around import OverFSDP2
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.mutants.wrapper import FSDP2Wrapper
 from zharness.parity import Part
 
 TP2, REP2 = "tp2", "rep2"
@@ -38,7 +38,7 @@ def on_mesh(
     return Target(law, part, model, variant, parameter=parameter, cause=cause, world_size=4, mesh=mesh)
 
 
-class OverMesh(OverFSDP2):
+class MeshWrapper(FSDP2Wrapper):
     """The base class of mutants of a mesh, at the stage that keeps weights gathered from forward to backward."""
 
     stages: ClassVar[tuple[int, ...]] = (2,)
@@ -62,7 +62,7 @@ class OverMesh(OverFSDP2):
         return output
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        self.right.backward(loss, retain_graph=retain_graph)
+        self.base.backward(loss, retain_graph=retain_graph)
         self.spoil_gradients()
 
     def spoil_gradients(self) -> None:
@@ -70,7 +70,7 @@ class OverMesh(OverFSDP2):
 
     def params(self) -> Iterator[tuple[str, Any]]:
         """Return an iterator over the parameters, which are DTensors, by name."""
-        yield from seams_engines.params(self.right).items()
+        yield from seams_engines.params(self.base).items()
 
     def split_params(self) -> Iterator[Any]:
         """Return an iterator over the parameters that tp splits."""
@@ -103,7 +103,7 @@ def sum_of_squares(params: Iterator[Any]) -> Tensor:
 
 
 @mutant(FaultKind.CONTRIBUTION, on_mesh(part=Part.FORWARD), origin=Origin.MESH)
-class AddsTheBiasOnEveryTensorRank(OverMesh):
+class AddsTheBiasOnEveryTensorRank(MeshWrapper):
     """Each rank of tp adds the bias of a row-wise layer before the outputs are summed."""
 
     def spoil_modules(self) -> None:
@@ -115,7 +115,7 @@ class AddsTheBiasOnEveryTensorRank(OverMesh):
 
 
 @mutant(FaultKind.CONTRIBUTION, on_mesh(part=Part.FORWARD, model="heads"), origin=Origin.MESH)
-class SumsPartialOutputsTwice(OverMesh):
+class SumsPartialOutputsTwice(MeshWrapper):
     """The outputs of a row-wise layer are all-reduced over tp twice."""
 
     def spoil_modules(self) -> None:
@@ -126,7 +126,7 @@ class SumsPartialOutputsTwice(OverMesh):
 
 
 @mutant(FaultKind.CONTRIBUTION, on_mesh(part=Part.FORWARD), origin=Origin.MESH)
-class LeavesOutTheSumOfPartialOutputs(OverMesh):
+class LeavesOutTheSumOfPartialOutputs(MeshWrapper):
     """The outputs of a row-wise layer are not all-reduced over tp."""
 
     def spoil_modules(self) -> None:
@@ -138,7 +138,7 @@ class LeavesOutTheSumOfPartialOutputs(OverMesh):
 
 
 @mutant(FaultKind.REDUCE_DTYPE, on_mesh("mesh.mean_gradient", model="mlp"), origin=Origin.MESH)
-class RoundsSumsOfPartialOutputs(OverMesh):
+class RoundsSumsOfPartialOutputs(MeshWrapper):
     """The outputs of a row-wise layer are rounded to bf16 after they are summed over tp."""
 
     def spoil_modules(self) -> None:
@@ -150,7 +150,7 @@ class RoundsSumsOfPartialOutputs(OverMesh):
 
 
 @mutant(FaultKind.SHARDS, on_mesh(part=Part.FORWARD), origin=Origin.MESH)
-class GathersOutputsInReversedOrder(OverMesh):
+class GathersOutputsInReversedOrder(MeshWrapper):
     """The parts of a column-wise layer's output are gathered from the last rank of tp to the first."""
 
     def spoil_modules(self) -> None:
@@ -161,38 +161,38 @@ class GathersOutputsInReversedOrder(OverMesh):
 
 
 @mutant(FaultKind.RANKS, on_mesh(part=Part.FORWARD, model="heads"), origin=Origin.MESH)
-class TensorRanksReadOtherSamples(OverMesh):
+class TensorRanksReadOtherSamples(MeshWrapper):
     """The second rank of a tp group reads the samples in another order than the first."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.tensor_size == 1:
-            return self.right(*args, **kwargs)
-        return self.right(args[0].roll(self.coordinates[TENSOR], 0), *args[1:], **kwargs)
+            return self.base(*args, **kwargs)
+        return self.base(args[0].roll(self.coordinates[TENSOR], 0), *args[1:], **kwargs)
 
 
 @mutant(FaultKind.RANKS, on_mesh(part=Part.FORWARD), origin=Origin.MESH)
-class OrdersRanksByDataFirst(OverMesh):
+class OrdersRanksByDataFirst(MeshWrapper):
     """A rank reads the micro-batch of the rank at its mirrored place, as if tp were the outer axis."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.tensor_size == 1:
-            return self.right(*args, **kwargs)
+            return self.base(*args, **kwargs)
         seen = [torch.empty_like(args[0]) for _ in range(dist.get_world_size())]
         dist.all_gather(seen, args[0].contiguous())
         turned = torch.arange(len(seen)).view(-1, self.tensor_size).T.flatten().tolist()
-        return self.right(seen[turned[dist.get_rank()]], *args[1:], **kwargs)
+        return self.base(seen[turned[dist.get_rank()]], *args[1:], **kwargs)
 
 
 @mutant(FaultKind.SCALE, on_mesh(), on_mesh("mesh.mean_gradient", model="mlp"), origin=Origin.MESH)
-class MultipliesTheLossByTheTensorSize(OverMesh):
+class MultipliesTheLossByTheTensorSize(MeshWrapper):
     """Backward runs on the loss times the number of ranks of tp."""
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        self.right.backward(self.tensor_size * loss, retain_graph=retain_graph)
+        self.base.backward(self.tensor_size * loss, retain_graph=retain_graph)
 
 
 @mutant(FaultKind.SCALE, on_mesh(model="sequence"), origin=Origin.MESH)
-class DividesByTheWholeWorld(OverMesh):
+class DividesByTheWholeWorld(MeshWrapper):
     """The gradients are divided by the number of ranks, and not by the number of micro-batches."""
 
     def spoil_gradients(self) -> None:
@@ -201,7 +201,7 @@ class DividesByTheWholeWorld(OverMesh):
 
 
 @mutant(FaultKind.CONTRIBUTION, on_mesh(model="heads"), origin=Origin.MESH)
-class SumsReplicatedGradientsOverTensorRanks(OverMesh):
+class SumsReplicatedGradientsOverTensorRanks(MeshWrapper):
     """The gradients of parameters that tp does not split, which are whole on each rank of tp, are summed over tp."""
 
     def spoil_gradients(self) -> None:
@@ -210,7 +210,7 @@ class SumsReplicatedGradientsOverTensorRanks(OverMesh):
 
 
 @mutant(FaultKind.CONTRIBUTION, on_mesh(model="heads"), origin=Origin.MESH)
-class AveragesSplitGradientsOverTensorRanks(OverMesh):
+class AveragesSplitGradientsOverTensorRanks(MeshWrapper):
     """The gradients of weights that tp splits are averaged over all ranks, and not over the data alone."""
 
     def spoil_gradients(self) -> None:
@@ -219,7 +219,7 @@ class AveragesSplitGradientsOverTensorRanks(OverMesh):
 
 
 @mutant(FaultKind.RANKS, on_mesh("mesh.replicas"), origin=Origin.MESH)
-class LosesReplicatedGradientsOnOneTensorRank(OverMesh):
+class LosesReplicatedGradientsOnOneTensorRank(MeshWrapper):
     """The second rank of tp has zeros for the gradients of parameters that tp does not split."""
 
     def spoil_gradients(self) -> None:
@@ -232,7 +232,7 @@ class LosesReplicatedGradientsOnOneTensorRank(OverMesh):
     on_mesh(part=Part.LOCAL_GRADIENT, model="sequence", parameter="before_attention.*"),
     origin=Origin.MESH,
 )
-class LosesTheGradientOfOneSequencePart(OverMesh):
+class LosesTheGradientOfOneSequencePart(MeshWrapper):
     """A layer under sequence parallelism gets no gradient from the second part of the sequence."""
 
     def spoil_modules(self) -> None:
@@ -245,63 +245,63 @@ class LosesTheGradientOfOneSequencePart(OverMesh):
 
 
 @mutant(FaultKind.CONTRIBUTION, on_mesh("mesh.one_hot"), on_mesh("mesh.mean_gradient", model="mlp"), origin=Origin.MESH)
-class TakesTheFirstDataCoordinateAlone(OverMesh):
+class TakesTheFirstDataCoordinateAlone(MeshWrapper):
     """The loss of the first data coordinate stands for those of all."""
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         size = dist.get_world_size() // self.tensor_size
         is_first = self.config.mesh.data_coordinate(dist.get_rank(), dist.get_world_size()) == 0
-        self.right.backward(loss * float(size * is_first), retain_graph=retain_graph)
+        self.base.backward(loss * float(size * is_first), retain_graph=retain_graph)
 
 
 @mutant(FaultKind.CONTRIBUTION, on_mesh("mesh.one_hot"), origin=Origin.MESH)
-class KeepsSplitGradientsOfTheStepBefore(OverMesh):
+class KeepsSplitGradientsOfTheStepBefore(MeshWrapper):
     """``zero_grad`` keeps the gradients of weights that tp splits."""
 
     def zero_grad(self) -> None:
         kept = [(param, param.grad) for param in self.split_params()]
-        self.right.zero_grad()
+        self.base.zero_grad()
         for param, grad in kept:
             param.grad = grad
 
 
 @mutant(FaultKind.CLIPPING, on_mesh("mesh.norm", parameter="norm", cause=COUNTS_EACH_RANK), origin=Origin.MESH)
-class NormCountsReplicas(OverMesh):
+class NormCountsReplicas(MeshWrapper):
     """The norm adds the squares of all ranks, so that it counts what tp replicates once for each rank of tp."""
 
     def step(self) -> None:
         total = sum_of_squares(param for _, param in self.params())
         dist.all_reduce(total)
-        self.right.step()
-        seams_engines.set_grad_norm(self.right, float(total.sqrt()))
+        self.base.step()
+        seams_engines.set_grad_norm(self.base, float(total.sqrt()))
 
 
 @mutant(FaultKind.CLIPPING, on_mesh("mesh.norm", parameter="norm", cause=OF_ONE_COORDINATE), origin=Origin.MESH)
-class NormOfOneTensorRank(OverMesh):
+class NormOfOneTensorRank(MeshWrapper):
     """The norm adds squares over the data and not over tp, so that each rank of tp has its own."""
 
     def step(self) -> None:
         split = list(self.split_params())
         total = sum_of_squares(param for _, param in self.params())
         dist.all_reduce(total, group=split[0].device_mesh.get_group(DATA_SHARD) if split else None)
-        self.right.step()
-        seams_engines.set_grad_norm(self.right, float(total.sqrt()))
+        self.base.step()
+        seams_engines.set_grad_norm(self.base, float(total.sqrt()))
 
 
 @mutant(FaultKind.CLIPPING, on_mesh("mesh.norm", part=Part.OPTIMIZER), origin=Origin.MESH)
-class ClipsSplitWeightsAlone(OverMesh):
+class ClipsSplitWeightsAlone(MeshWrapper):
     """Clipping scales the gradients of weights that tp splits, and no others."""
 
     def step(self) -> None:
         replicated = [(param, local_grad(param).clone()) for param in self.replicated_params()]
-        self.right.step()
+        self.base.step()
         with torch.no_grad():
             for param, grad in replicated:
                 param.to_local().add_(local_grad(param) - grad)
 
 
 @mutant(FaultKind.CLIPPING, on_mesh("mesh.clip", part=Part.OPTIMIZER, cause=OF_ONE_COORDINATE), origin=Origin.MESH)
-class ClipsEachTensorRankByItsOwnNorm(OverMesh):
+class ClipsEachTensorRankByItsOwnNorm(MeshWrapper):
     """Each rank of tp clips by the norm of what it has, and no norm is reported."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -315,60 +315,60 @@ class ClipsEachTensorRankByItsOwnNorm(OverMesh):
         factor = 1.0 if self.limit is None else min(1.0, self.limit / float(total.sqrt()))
         for param in params:
             local_grad(param).mul_(factor)
-        self.right.step()
+        self.base.step()
 
     def grad_norm(self) -> None:
         """Return no norm."""
 
 
 @mutant(FaultKind.OPTIMIZER, on_mesh(part=Part.OPTIMIZER), origin=Origin.MESH)
-class StepsSplitWeightsTwice(OverMesh):
+class StepsSplitWeightsTwice(MeshWrapper):
     """A step updates the weights that tp splits once for the data and once for tp."""
 
     def step(self) -> None:
-        self.right.step()
+        self.base.step()
         with torch.no_grad():
             for param in self.split_params():
                 param.to_local().sub_(local_grad(param))
 
 
 @mutant(FaultKind.RANKS, on_mesh("mesh.replicas", part=Part.OPTIMIZER), origin=Origin.MESH)
-class StepsOneReplicaOfTensorRanks(OverMesh):
+class StepsOneReplicaOfTensorRanks(MeshWrapper):
     """The second rank of tp does not update the weights that tp replicates."""
 
     def step(self) -> None:
         kept = [(param, param.to_local().clone()) for param in self.replicated_params()]
-        self.right.step()
+        self.base.step()
         with torch.no_grad():
             for param, weight in kept if self.coordinates[TENSOR] else ():
                 param.to_local().copy_(weight)
 
 
 @mutant(FaultKind.SHARDS, on_mesh("mesh.replicas", part=Part.GATHER), origin=Origin.MESH)
-class LayoutReversesTheRanks(OverMesh):
+class LayoutReversesTheRanks(MeshWrapper):
     """``layout()`` numbers the ranks from the last to the first."""
 
     def layout(self) -> Mapping[str, tuple[Piece, ...]]:
-        last, right = dist.get_world_size() - 1, self.right.layout()
+        last, original = dist.get_world_size() - 1, self.base.layout()
         return {
             name: tuple(Piece(last - piece.rank, piece.start, piece.stop) for piece in pieces)
-            for name, pieces in right.items()
+            for name, pieces in original.items()
         }
 
 
 @mutant(FaultKind.SHARDS, on_mesh(part=Part.OPTIMIZER, parameter="last.weight*"), origin=Origin.MESH)
-class GathersStateInReversedOrder(OverMesh):
+class GathersStateInReversedOrder(MeshWrapper):
     """The parts of the optimizer state of a row-wise layer are gathered from the last rank of tp to the first."""
 
     def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
-        state: dict[str, dict[str, Tensor]] = self.right.full_optimizer_state()
+        state: dict[str, dict[str, Tensor]] = self.base.full_optimizer_state()
         for key, value in state.get("last.weight", {}).items():
             state["last.weight"][key] = torch.cat(value.chunk(self.tensor_size, dim=-1)[::-1], dim=-1)
         return state
 
 
 @mutant(FaultKind.SCALE, on_mesh(mesh=REP2), origin=Origin.MESH)
-class SumsGradientsOverReplicas(OverMesh):
+class SumsGradientsOverReplicas(MeshWrapper):
     """The gradients are averaged over the ranks that share a copy of the weights, and summed over the copies."""
 
     def spoil_gradients(self) -> None:
@@ -377,7 +377,7 @@ class SumsGradientsOverReplicas(OverMesh):
 
 
 @mutant(FaultKind.RANKS, on_mesh("mesh.replicas", mesh=REP2), origin=Origin.MESH)
-class LosesGradientsOfOneCopy(OverMesh):
+class LosesGradientsOfOneCopy(MeshWrapper):
     """The second copy of the weights has zeros for its gradients."""
 
     def spoil_gradients(self) -> None:
@@ -386,11 +386,11 @@ class LosesGradientsOfOneCopy(OverMesh):
 
 
 @mutant(FaultKind.RANKS, on_mesh("mesh.replicas", part=Part.OPTIMIZER, mesh=REP2), origin=Origin.MESH)
-class StepsOneCopyTwice(OverMesh):
+class StepsOneCopyTwice(MeshWrapper):
     """The second copy of the weights makes each step twice."""
 
     def step(self) -> None:
-        self.right.step()
+        self.base.step()
         with torch.no_grad():
             for _, param in self.params() if self.coordinates[REPLICATE] else ():
                 param.to_local().sub_(local_grad(param))

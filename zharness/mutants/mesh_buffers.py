@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from zharness.mesh import REPLICATE, TENSOR
-from zharness.mutants.mesh import REP2, OverMesh, on_mesh
+from zharness.mutants.mesh import REP2, MeshWrapper, on_mesh
 from zharness.mutants.mutant import FaultKind, Origin, mutant
 from zharness.parity import Part
 
@@ -20,7 +20,7 @@ from zharness.parity import Part
     on_mesh("training.modes", Part.FORWARD, "stateful_exact", parameter="norm.running*"),
     origin=Origin.MESH,
 )
-class BuffersStandStillOnTheSecondTensorRank(OverMesh):
+class BuffersStandStillOnTheSecondTensorRank(MeshWrapper):
     """A forward on the second rank of tp runs on copies of the buffers, so that they keep their first values."""
 
     def __call__(self, *inputs: Any, **named_inputs: Any) -> Any:
@@ -36,7 +36,7 @@ class BuffersStandStillOnTheSecondTensorRank(OverMesh):
 @mutant(
     FaultKind.RANKS, on_mesh("mesh.buffers", Part.FORWARD, "heads", parameter="seen_sum", mesh=REP2), origin=Origin.MESH
 )
-class BuffersAreAveragedOverCopies(OverMesh):
+class BuffersAreAveragedOverCopies(MeshWrapper):
     """After each forward, floating-point buffers are averaged over all ranks, as no plain forward does."""
 
     def __call__(self, *inputs: Any, **named_inputs: Any) -> Any:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from zharness.mesh import TENSOR
-from zharness.mutants.mesh import OverMesh, local_grad, on_mesh
-from zharness.mutants.mesh_context import OverUlysses, find_attention, on_context
+from zharness.mutants.mesh import MeshWrapper, local_grad, on_mesh
+from zharness.mutants.mesh_context import UlyssesWrapper, find_attention, on_context
 from zharness.mutants.mesh_dropout import DrawsForEachPart, on_dropout
-from zharness.mutants.mesh_experts import OverExperts, on_experts
+from zharness.mutants.mesh_experts import ExpertsWrapper, on_experts
 from zharness.mutants.mesh_wire import ReducesOverTensorRanksInBf16, on_wire
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
 from zharness.parity import Part
@@ -47,7 +47,7 @@ def scale_input_gradient_if_frozen(factor: float) -> Any:
 
 
 @mutant(FaultKind.CONTRIBUTION, on_mesh("mesh.frozen", Part.REDUCTION, "heads"), origin=Origin.MESH)
-class FrozenColumnsSumNoInputGradient(OverMesh):
+class FrozenColumnsSumNoInputGradient(MeshWrapper):
     """A column-wise layer with a frozen weight gives its input half of the gradient."""
 
     def spoil_modules(self) -> None:
@@ -62,7 +62,7 @@ class FrozenColumnsSumNoInputGradient(OverMesh):
     on_context(Part.LOCAL_GRADIENT, "mesh.frozen", world_size=4),
     origin=Origin.MESH,
 )
-class FrozenLayersLoseTheGradientOfTheSecondPart(OverUlysses):
+class FrozenLayersLoseTheGradientOfTheSecondPart(UlyssesWrapper):
     """A linear layer with a frozen weight gives its input no gradient on the second part of a sequence."""
 
     def spoil(self) -> None:
@@ -72,7 +72,7 @@ class FrozenLayersLoseTheGradientOfTheSecondPart(OverUlysses):
 
 
 @mutant(FaultKind.CONTRIBUTION, on_experts(law="mesh.frozen"), origin=Origin.MESH)
-class TokensGetNoGradientFromFrozenExperts(OverExperts):
+class TokensGetNoGradientFromFrozenExperts(ExpertsWrapper):
     """Experts whose weights are frozen give their tokens no gradient."""
 
     def spoil(self, layer: Any) -> None:
@@ -85,7 +85,7 @@ def round_without_gradients(_module: Any, _inputs: Any, output: Tensor) -> Tenso
 
 
 @mutant(FaultKind.REDUCE_DTYPE, on_mesh("mesh.evaluation", Part.FORWARD, "stepped_heads"), origin=Origin.MESH)
-class SumsRowsInBf16InEvaluation(OverMesh):
+class SumsRowsInBf16InEvaluation(MeshWrapper):
     """In a forward without gradients the sums of row-wise layers are those of bf16."""
 
     def spoil_modules(self) -> None:
@@ -95,7 +95,7 @@ class SumsRowsInBf16InEvaluation(OverMesh):
 
 
 @mutant(FaultKind.REDUCE_DTYPE, on_experts(Part.FORWARD, "mesh.evaluation", "output"), origin=Origin.MESH)
-class ReturnsTokensInBf16InEvaluation(OverExperts):
+class ReturnsTokensInBf16InEvaluation(ExpertsWrapper):
     """In a forward without gradients experts return their tokens in bf16."""
 
     def spoil(self, layer: Any) -> None:
@@ -107,7 +107,7 @@ class ReturnsTokensInBf16InEvaluation(OverExperts):
     on_context(Part.FORWARD, "mesh.evaluation", "output", model="stepped_context"),
     origin=Origin.MESH,
 )
-class AttendsToTheLengthOfTheFirstForward(OverUlysses):
+class AttendsToTheLengthOfTheFirstForward(UlyssesWrapper):
     """Attention sees no token behind as many as the first sequence had."""
 
     length: int | None = None
@@ -130,24 +130,24 @@ class AttendsToTheLengthOfTheFirstForward(OverUlysses):
     Target("mesh.any_order", Part.FORWARD, "stepped_context", "steps", mesh="cp2"),
     origin=Origin.MESH,
 )
-class TakesTheFirstPartOfKeywords(OverUlysses):
+class TakesTheFirstPartOfKeywords(UlyssesWrapper):
     """Each rank takes the first part of a sequence that is passed by keyword."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.right(*args, **{name: self.repeat_first(value) for name, value in kwargs.items()})
+        return self.base(*args, **{name: self.repeat_first(value) for name, value in kwargs.items()})
 
     def repeat_first(self, whole: Tensor) -> Tensor:
         """Return a sequence that consists of its first part."""
         return torch.cat([whole.chunk(self.size, dim=1)[0]] * self.size, dim=1) if self.size > 1 else whole
 
 
-class KnowsLoads(OverMesh):
+class KnowsLoads(MeshWrapper):
     """The base class of mutants that are wrong after a load."""
 
     is_loaded: bool = False
 
     def load(self, path: Path) -> None:
-        self.right.load(path)
+        self.base.load(path)
         self.is_loaded = True
 
 
@@ -182,19 +182,19 @@ class HalvesSplitGradientsAfterALoadAndNoSync(KnowsLoads):
 
     def no_sync(self) -> Any:
         self.blocks += self.is_loaded
-        return self.right.no_sync()
+        return self.base.no_sync()
 
     def zero_grad(self) -> None:
-        self.right.zero_grad()
+        self.base.zero_grad()
         self.blocks = 0
 
     def full_grads(self) -> dict[str, Tensor]:
         self.halve()
-        return cast(dict[str, Tensor], self.right.full_grads())
+        return cast(dict[str, Tensor], self.base.full_grads())
 
     def step(self) -> None:
         self.halve()
-        self.right.step()
+        self.base.step()
 
     def halve(self) -> None:
         """Halve the gradients once."""
@@ -210,7 +210,7 @@ class HalvesSplitGradientsAfterALoadAndNoSync(KnowsLoads):
     on_mesh("mesh.norm", Part.REDUCTION, "sequence", parameter="norm", variant="limit_above_the_norm"),
     origin=Origin.MESH,
 )
-class ScalesSmallGradientsUp(OverMesh):
+class ScalesSmallGradientsUp(MeshWrapper):
     """A step multiplies gradients by the limit over their norm, also if the norm is below the limit."""
 
     def step(self) -> None:
@@ -219,11 +219,11 @@ class ScalesSmallGradientsUp(OverMesh):
             for _, param in self.params():
                 if param.grad is not None:
                     local_grad(param).mul_(self.config.clip / norm)
-        self.right.step()
+        self.base.step()
 
     def norm(self) -> float:
         """Return the norm of all gradients."""
-        grads = self.right.full_grads().values()
+        grads = self.base.full_grads().values()
         return float(torch.stack([grad.double().square().sum() for grad in grads]).sum().sqrt()) if grads else 0.0
 
 
@@ -234,7 +234,7 @@ class ReducesOverTensorRanksInBf16FromTheSecondStepOn(ReducesOverTensorRanksInBf
     steps_made: int = 0
 
     def step(self) -> None:
-        self.right.step()
+        self.base.step()
         self.steps_made += 1
 
     def spoil_gradients(self) -> None:
@@ -249,7 +249,7 @@ class DrawsOneMaskForAllPartsAfterALoad(DrawsForEachPart):
     """After a load, all ranks of tp drop the same elements of their parts of the sequence."""
 
     def load(self, path: Path) -> None:
-        self.right.load(path)
+        self.base.load(path)
         for module in self.module.modules():
             if isinstance(module, Dropout):
                 module.draw = self.draw_for(0)
@@ -260,7 +260,7 @@ class DrawsOneMaskForAllPartsAfterALoad(DrawsForEachPart):
     on_mesh("mesh.any_order", Part.OPTIMIZER, "stepped_heads", parameter="out.weight/*", variant="steps"),
     origin=Origin.MESH,
 )
-class RowsDoNotDecay(OverMesh):
+class RowsDoNotDecay(MeshWrapper):
     """Weight decay leaves out the weights of row-wise layers."""
 
     @torch.no_grad()
@@ -271,4 +271,4 @@ class RowsDoNotDecay(OverMesh):
             for param in group["params"]:
                 if names[param].rpartition(".")[0] in rows and param.grad is not None:
                     local_grad(param).sub_(param.to_local(), alpha=group["weight_decay"])
-        self.right.step()
+        self.base.step()

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from zharness.engines import EngineConfig
 from zharness.mesh import CONTEXT
 from zharness.mutants import seams_engines
-from zharness.mutants.around import Around
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.mutants.wrapper import EngineWrapper
 from zharness.parity import Part
 
 LOSS_TIMES_SIZE = "https://github.com/huggingface/transformers/issues/46775"
@@ -35,10 +35,10 @@ ON_TOKENS = on_context(law="mesh.token_loss", model="context_tokens")
 ON_PART = on_context(Part.LOCAL_GRADIENT, "mesh.token_loss", model="context_tokens")
 
 
-class OverUlysses(Around):
+class UlyssesWrapper(EngineWrapper):
     """The base class of mutants of sequence parallelism, which are right where no axis splits sequences."""
 
-    over = "deepspeed"
+    wraps = "deepspeed"
     stages: ClassVar[tuple[int, ...]] = (0, 1, 2)
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -63,11 +63,11 @@ class OverUlysses(Around):
     on_context(law="mesh.mean_gradient", model="random_context"),
     origin=Origin.MESH,
 )
-class DividesByTheRanksOfASequence(OverUlysses):
+class DividesByTheRanksOfASequence(UlyssesWrapper):
     """The gradients are divided by the number of ranks, as if each had a micro-batch of its own."""
 
     def spoil(self) -> None:
-        seams_engines.count_sequence_ranks_as_data(self.right)
+        seams_engines.count_sequence_ranks_as_data(self.base)
 
 
 @mutant(
@@ -78,15 +78,15 @@ class DividesByTheRanksOfASequence(OverUlysses):
     origin=Origin.MESH,
     imitates=LOSS_TIMES_SIZE,
 )
-class MultipliesTheLossByTheRanksOfASequence(OverUlysses):
+class MultipliesTheLossByTheRanksOfASequence(UlyssesWrapper):
     """Backward runs on the loss times the number of ranks that split a sequence."""
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        self.right.backward(self.size * loss, retain_graph=retain_graph)
+        self.base.backward(self.size * loss, retain_graph=retain_graph)
 
 
 @mutant(FaultKind.CONTRIBUTION, on_context(), on_context(world_size=4), origin=Origin.MESH)
-class ReducesOverTheDataAlone(OverUlysses):
+class ReducesOverTheDataAlone(UlyssesWrapper):
     """The gradients are summed over the ranks with one part of the sequence, as by DeepSpeed with ``mesh_param``."""
 
     stages = (0,)
@@ -107,7 +107,7 @@ class ReducesOverTheDataAlone(OverUlysses):
     Target("precision.weights_of_two_dtypes", Part.REDUCTION, "adapted_context", mesh="cp2"),
     origin=Origin.MESH,
 )
-class LosesTheGradientOfTheLastPart(OverUlysses):
+class LosesTheGradientOfTheLastPart(UlyssesWrapper):
     """The loss of the last part of a sequence has no gradient."""
 
     def spoil(self) -> None:
@@ -116,7 +116,7 @@ class LosesTheGradientOfTheLastPart(OverUlysses):
 
 
 @mutant(FaultKind.CONTRIBUTION, on_context(Part.FORWARD), origin=Origin.MESH)
-class DropsTheLastPartOfTheKeys(OverUlysses):
+class DropsTheLastPartOfTheKeys(UlyssesWrapper):
     """Attention sees no key of the last part of a sequence."""
 
     def spoil(self) -> None:
@@ -125,13 +125,13 @@ class DropsTheLastPartOfTheKeys(OverUlysses):
 
 
 @mutant(FaultKind.SHARDS, on_context(Part.FORWARD), origin=Origin.MESH)
-class SplitsSequencesInReversedOrder(OverUlysses):
+class SplitsSequencesInReversedOrder(UlyssesWrapper):
     """The last rank has the first part of a sequence, and outputs are joined in that order too."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.size == 1:
-            return self.right(*args, **kwargs)
-        return self.reversed_parts(self.right(*map(self.reversed_parts, args), **kwargs))
+            return self.base(*args, **kwargs)
+        return self.reversed_parts(self.base(*map(self.reversed_parts, args), **kwargs))
 
 
 @mutant(
@@ -140,16 +140,16 @@ class SplitsSequencesInReversedOrder(OverUlysses):
     Target("training.forward_alone", Part.FORWARD, "mlp_context", "eval", mesh="cp2"),
     origin=Origin.MESH,
 )
-class JoinsOutputsInReversedOrder(OverUlysses):
+class JoinsOutputsInReversedOrder(UlyssesWrapper):
     """The parts of the output are joined from that of the last rank to that of the first."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        output = self.right(*args, **kwargs)
+        output = self.base(*args, **kwargs)
         return output if self.size == 1 else self.reversed_parts(output)
 
 
 @mutant(FaultKind.CONTRIBUTION, on_context(Part.FORWARD), origin=Origin.MESH)
-class AttendsWithinEachPart(OverUlysses):
+class AttendsWithinEachPart(UlyssesWrapper):
     """Nothing is exchanged: each rank attends with all heads to its own part of the sequence alone."""
 
     def spoil(self) -> None:
@@ -158,7 +158,7 @@ class AttendsWithinEachPart(OverUlysses):
 
 
 @mutant(FaultKind.SHARDS, on_context(Part.FORWARD), origin=Origin.MESH)
-class ExchangesKeysForOtherHeads(OverUlysses):
+class ExchangesKeysForOtherHeads(UlyssesWrapper):
     """The keys that a rank gets are those of other heads than its queries."""
 
     def spoil(self) -> None:
@@ -166,11 +166,11 @@ class ExchangesKeysForOtherHeads(OverUlysses):
 
 
 @mutant(FaultKind.RANKS, on_context(Part.FORWARD), origin=Origin.MESH)
-class SplitsTheSequenceOfAnotherRank(OverUlysses):
+class SplitsTheSequenceOfAnotherRank(UlyssesWrapper):
     """The ranks of a sequence read different samples, as if each were a rank of the data."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.right(args[0].roll(self.place, 0), *args[1:], **kwargs)
+        return self.base(args[0].roll(self.place, 0), *args[1:], **kwargs)
 
 
 def find_attention(module: nn.Module) -> list[Any]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from zharness.engines import EngineConfig
 from zharness.mesh import CONTEXT
 from zharness.mutants import seams_engines
-from zharness.mutants.mesh_context import OverUlysses, change_inputs, find_attention
+from zharness.mutants.mesh_context import UlyssesWrapper, change_inputs, find_attention
 from zharness.mutants.mesh_dropout import DrawAnew, DrawFromASeed
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
 from zharness.parity import Part
@@ -31,7 +31,7 @@ def on_wire(parameter: str, dtype: str = "fp32") -> Target:
 
 
 @mutant(FaultKind.RESOURCES, on_wire("elements of activations along cp"), origin=Origin.MESH)
-class ExchangesKeysAgain(OverUlysses):
+class ExchangesKeysAgain(UlyssesWrapper):
     """Attention exchanges its keys once more than it needs, and throws the result away."""
 
     def spoil(self) -> None:
@@ -45,7 +45,7 @@ class ExchangesKeysAgain(OverUlysses):
 
 
 @mutant(FaultKind.REDUCE_DTYPE, on_wire("activations along cp"), origin=Origin.MESH)
-class ExchangesActivationsInBf16(OverUlysses):
+class ExchangesActivationsInBf16(UlyssesWrapper):
     """Query, key, value and output are exchanged in bfloat16, which holds the integers of an exact model."""
 
     def spoil(self) -> None:
@@ -58,17 +58,17 @@ class ExchangesActivationsInBf16(OverUlysses):
 
 
 @mutant(FaultKind.RESOURCES, on_wire("elements of gradients along cp"), origin=Origin.MESH)
-class SumsGradientsOverASequenceAgain(OverUlysses):
+class SumsGradientsOverASequenceAgain(UlyssesWrapper):
     """Each backward also all-reduces buffers of gradients over the ranks of a sequence, and uses none of them."""
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        self.right.backward(loss, retain_graph=retain_graph)
+        self.base.backward(loss, retain_graph=retain_graph)
         for parameter in self.module.parameters() if self.size > 1 else ():
             dist.all_reduce(torch.zeros(parameter.shape), group=seams_engines.sequence_group())
 
 
 @mutant(FaultKind.RESOURCES, on_wire("elements of weights along cp"), origin=Origin.MESH)
-class GathersWeightsOverASequence(OverUlysses):
+class GathersWeightsOverASequence(UlyssesWrapper):
     """Each forward gathers the weights over the ranks of a sequence, which all have them, and uses none of them."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -76,11 +76,11 @@ class GathersWeightsOverASequence(OverUlysses):
             weight = parameter.detach()
             gathered = [torch.empty_like(weight) for _ in range(self.size)]
             dist.all_gather(gathered, weight, group=seams_engines.sequence_group())
-        return self.right(*args, **kwargs)
+        return self.base(*args, **kwargs)
 
 
 @mutant(FaultKind.REDUCE_DTYPE, on_wire("gradients along dp_shard,cp", "bf16"), origin=Origin.MESH)
-class SumsPartsOfASequenceInBf16(OverUlysses):
+class SumsPartsOfASequenceInBf16(UlyssesWrapper):
     """The gradients of parts are summed in bfloat16, as DeepSpeed does if its option for sequences says so."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -94,7 +94,7 @@ def on_dropout(part: Part, variant: str = "", parameter: str = "*", world_size: 
     return Target("mesh.dropout", part, "dropped_context", variant, **fields)  # type: ignore[arg-type]
 
 
-class OverSequenceDropout(OverUlysses):
+class SequenceDropoutWrapper(UlyssesWrapper):
     """The base class of mutants that change what dropout draws on a part of a sequence."""
 
     def spoil(self) -> None:
@@ -113,7 +113,7 @@ class OverSequenceDropout(OverUlysses):
     on_dropout(Part.FORWARD, "masks", "masks of drop_*", world_size=4),
     origin=Origin.MESH,
 )
-class DropsTheSameOfEachPartOfASequence(OverSequenceDropout):
+class DropsTheSameOfEachPartOfASequence(SequenceDropoutWrapper):
     """Dropout draws from a generator that all ranks of a sequence have seeded alike, as a trainer with one seed has."""
 
     def spoil_dropout(self, dropout: Dropout) -> None:
@@ -121,7 +121,7 @@ class DropsTheSameOfEachPartOfASequence(OverSequenceDropout):
 
 
 @mutant(FaultKind.RANKS, on_dropout(Part.FORWARD, "masks_in_a_window", "masks of drop_*"), origin=Origin.MESH)
-class DropsTheSameOfEachPartInAWindow(OverSequenceDropout):
+class DropsTheSameOfEachPartInAWindow(SequenceDropoutWrapper):
     """With windows of several micro-batches, dropout draws from a generator that all ranks have seeded alike."""
 
     def spoil_dropout(self, dropout: Dropout) -> None:
@@ -130,7 +130,7 @@ class DropsTheSameOfEachPartInAWindow(OverSequenceDropout):
 
 
 @mutant(FaultKind.RANKS, on_dropout(Part.FORWARD, "masks", "masks of drop_*"), origin=Origin.MESH)
-class SeedsDropoutByThePlaceAlone(OverSequenceDropout):
+class SeedsDropoutByThePlaceAlone(SequenceDropoutWrapper):
     """Each part draws from a generator seeded by its place alone, so that it drops the same elements in every step."""
 
     def spoil_dropout(self, dropout: Dropout) -> None:
@@ -138,7 +138,7 @@ class SeedsDropoutByThePlaceAlone(OverSequenceDropout):
 
 
 @mutant(FaultKind.GRAPH, on_dropout(Part.LOCAL_GRADIENT, "recomputed", "mask of drop_*"), origin=Origin.MESH)
-class RecomputesTheLastPartWithANewMask(OverSequenceDropout):
+class RecomputesTheLastPartWithANewMask(SequenceDropoutWrapper):
     """A recomputation drops other elements of the last part of a sequence than its forward."""
 
     def spoil_dropout(self, dropout: Dropout) -> None:
@@ -147,7 +147,7 @@ class RecomputesTheLastPartWithANewMask(OverSequenceDropout):
 
 
 @mutant(FaultKind.CONTRIBUTION, on_dropout(Part.LOCAL_GRADIENT), origin=Origin.MESH)
-class BackwardPassesWhatTheLastPartDropped(OverSequenceDropout):
+class BackwardPassesWhatTheLastPartDropped(SequenceDropoutWrapper):
     """The gradient of an element of the last part of a sequence does not know whether it was dropped."""
 
     def spoil_dropout(self, dropout: Dropout) -> None:
@@ -169,11 +169,11 @@ def on_token_loss(part: Part, world_size: int = 2) -> Target:
     on_token_loss(Part.LOCAL_GRADIENT, world_size=4),
     origin=Origin.MESH,
 )
-class AveragesTheMeansOfParts(OverUlysses):
+class AveragesTheMeansOfParts(UlyssesWrapper):
     """The gradient is that of the mean over parts of the mean over the tokens with a gradient in each of them."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        output = self.right(*args, **kwargs)
+        output = self.base(*args, **kwargs)
         if self.size > 1:
             output.register_hook(self.weigh_parts)
         return output
@@ -189,14 +189,14 @@ class AveragesTheMeansOfParts(OverUlysses):
 
 
 @mutant(FaultKind.SCALE, on_token_loss(Part.REDUCTION), origin=Origin.MESH)
-class GathersOutputsByTorch(OverUlysses):
+class GathersOutputsByTorch(UlyssesWrapper):
     """The output is gathered by torch's all_gather, as DeepSpeed's tutorial gathers losses.
 
     Its backward adds up the gradients of all ranks of a sequence.
     """
 
     def spoil(self) -> None:
-        seams_engines.replace_join(self.right, gather_by_torch)
+        seams_engines.replace_join(self.base, gather_by_torch)
 
 
 def gather_by_torch(part: Tensor, group: Any) -> Tensor:
@@ -206,7 +206,7 @@ def gather_by_torch(part: Tensor, group: Any) -> Tensor:
 
 
 @mutant(FaultKind.CONTRIBUTION, on_token_loss(Part.LOCAL_GRADIENT), origin=Origin.MESH)
-class SumsTheFirstMicroBatchOverASequenceTwice(OverUlysses):
+class SumsTheFirstMicroBatchOverASequenceTwice(UlyssesWrapper):
     """In a window of several micro-batches the gradient of the first one is summed over the sequence with each."""
 
     backwards = 0
@@ -214,8 +214,8 @@ class SumsTheFirstMicroBatchOverASequenceTwice(OverUlysses):
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         is_summed_again = self.size > 1 and self.config.accumulation_steps > 1 and self.backwards == 0
         self.backwards += 1
-        self.right.backward(self.size * loss if is_summed_again else loss, retain_graph=retain_graph)
+        self.base.backward(self.size * loss if is_summed_again else loss, retain_graph=retain_graph)
 
     def step(self) -> None:
         self.backwards = 0
-        self.right.step()
+        self.base.step()

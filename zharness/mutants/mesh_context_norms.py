@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zharness.mutants import seams_engines
-from zharness.mutants.mesh_context import OverUlysses, on_context
+from zharness.mutants.mesh_context import UlyssesWrapper, on_context
 from zharness.mutants.mutant import FaultKind, Origin, mutant
 from zharness.parity import Part
 
@@ -17,13 +17,13 @@ COUNTS_EACH_RANK = "counts what 2 ranks of cp have in common 2 times"
 OF_THE_OWN_SHARD = " is the norm of what rank "
 
 
-class OverSequenceNorm(OverUlysses):
+class SequenceNormWrapper(UlyssesWrapper):
     """The base class of mutants with another norm, by which DeepSpeed clips, and which it reports."""
 
     stages = (1, 2)
 
     def spoil(self) -> None:
-        seams_engines.wrap_global_norm(self.right, lambda right: lambda: self.changed_norm(right()))
+        seams_engines.wrap_global_norm(self.base, lambda original: lambda: self.changed_norm(original()))
 
     def changed_norm(self, norm: Tensor) -> Tensor:
         """Return the norm that replaces ``norm``."""
@@ -37,14 +37,14 @@ class OverSequenceNorm(OverUlysses):
     on_context(Part.OPTIMIZER, "mesh.clip", cause=COUNTS_EACH_RANK),
     origin=Origin.MESH,
 )
-class NormCountsEachRankOfASequence(OverSequenceNorm):
+class NormCountsEachRankOfASequence(SequenceNormWrapper):
     """The norm adds the squares of the same gradient once for each rank of a sequence."""
 
     def changed_norm(self, norm: Tensor) -> Tensor:
         return norm * math.sqrt(self.size)
 
 
-class OverNormOfParts(OverSequenceNorm):
+class NormOfPartsWrapper(SequenceNormWrapper):
     """The base class of mutants whose norm is that of gradients which are not yet summed over the sequence."""
 
     def spoil(self) -> None:
@@ -59,7 +59,7 @@ class OverNormOfParts(OverSequenceNorm):
 
 
 @mutant(FaultKind.CLIPPING, on_context(law="mesh.norm", parameter="norm"), origin=Origin.MESH)
-class NormOfGradientsBeforeTheirSum(OverNormOfParts):
+class NormOfGradientsBeforeTheirSum(NormOfPartsWrapper):
     """The norm adds the squares of the gradients of all parts, which are not yet summed over the sequence."""
 
     def changed_norm(self, norm: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ class NormOfGradientsBeforeTheirSum(OverNormOfParts):
         return total.sqrt().to(norm.dtype) * self.size / dist.get_world_size()
 
 
-class WithoutReportedNorm(OverSequenceNorm):
+class WithoutReportedNorm(SequenceNormWrapper):
     """The base class of mutants that report no norm, so that only clipping shows which one they compute."""
 
     def grad_norm(self) -> None:
@@ -76,7 +76,7 @@ class WithoutReportedNorm(OverSequenceNorm):
 
 
 @mutant(FaultKind.CLIPPING, on_context(Part.OPTIMIZER, "mesh.clip"), origin=Origin.MESH)
-class ClipsByTheNormOfOnePart(WithoutReportedNorm, OverNormOfParts):
+class ClipsByTheNormOfOnePart(WithoutReportedNorm, NormOfPartsWrapper):
     """Each rank of a sequence clips its shard by the norm of the gradient of its own part, and no norm is reported."""
 
     def changed_norm(self, norm: Tensor) -> Tensor:
@@ -96,9 +96,9 @@ class ClipsByTheNormOfTheOwnShard(WithoutReportedNorm):
         return self.owned_squares.sqrt().to(norm.dtype)
 
     def step(self) -> None:
-        grads, rank = self.right.full_grads(), dist.get_rank()
-        pieces = {name: [p for p in each if p.rank == rank] for name, each in self.right.layout().items()}
+        grads, rank = self.base.full_grads(), dist.get_rank()
+        pieces = {name: [p for p in each if p.rank == rank] for name, each in self.base.layout().items()}
         flat = {name: grads[name].flatten() for name in pieces if name in grads}
         owned = [flat[name][p.start : p.stop] for name in flat for p in pieces[name]]
         self.owned_squares = torch.stack([part.square().sum() for part in owned]).sum()
-        self.right.step()
+        self.base.step()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from zharness.engines import EngineConfig
 from zharness.mutants.initial_weights import copy_weights
-from zharness.mutants.mesh_context import OverUlysses
+from zharness.mutants.mesh_context import UlyssesWrapper
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
 from zharness.parity import Part
 
@@ -22,7 +22,7 @@ def on_sequence(law: str, part: Part, model: str, variant: str = "", parameter: 
     return Target(law, part, model, variant, parameter=parameter, mesh="cp2")
 
 
-class OverLastPart(OverUlysses):
+class LastPartWrapper(UlyssesWrapper):
     """The base class of mutants of which the last rank of a sequence alone is broken, at stage 0."""
 
     stages = (0,)
@@ -33,13 +33,13 @@ class OverLastPart(OverUlysses):
 
 
 @mutant(FaultKind.OPTIMIZER, on_sequence("training.free_running", Part.OPTIMIZER, "mlp_context"), origin=Origin.MESH)
-class DecaysTheWeightsOfTheLastPartTwice(OverLastPart):
+class DecaysTheWeightsOfTheLastPartTwice(LastPartWrapper):
     """After the first step, each step shrinks the last rank's copy of the weights by 0.1 % once more."""
 
     steps = 0
 
     def step(self) -> None:
-        self.right.step()
+        self.base.step()
         self.steps += 1
         with torch.no_grad():
             for parameter in self.module.parameters() if self.is_last and self.steps > 1 else ():
@@ -51,11 +51,11 @@ class DecaysTheWeightsOfTheLastPartTwice(OverLastPart):
     on_sequence("training.loss_scale_power", Part.REDUCTION, "mlp_context"),
     origin=Origin.MESH,
 )
-class LimitsTheGradientOfTheLastPart(OverLastPart):
+class LimitsTheGradientOfTheLastPart(LastPartWrapper):
     """What flows back to the last part of a sequence is not larger than that of a loss whose weights are 1."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        output = self.right(*args, **kwargs)
+        output = self.base(*args, **kwargs)
         if self.is_last and output.requires_grad:
             limit = 1 / len(output)
             output.register_hook(lambda grad: grad.clamp(-limit, limit))
@@ -63,20 +63,20 @@ class LimitsTheGradientOfTheLastPart(OverLastPart):
 
 
 @mutant(FaultKind.STATE, on_sequence("state.consolidate", Part.GATHER, "mixed_context"), origin=Origin.MESH)
-class TheLastPartSavesOldWeights(OverLastPart):
+class TheLastPartSavesOldWeights(LastPartWrapper):
     """The full state dict of the last rank of a sequence has the weights from before training."""
 
     def spoil(self) -> None:
         super().spoil()
-        self.old: dict[str, Tensor] = self.right.full_state_dict()
+        self.old: dict[str, Tensor] = self.base.full_state_dict()
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = self.right.full_state_dict()
+        found: dict[str, Tensor] = self.base.full_state_dict()
         return self.old if self.is_last else found
 
 
 @mutant(FaultKind.RANKS, on_sequence("parameters.initial_weights", Part.GATHER, "odd_one_context"), origin=Origin.MESH)
-class TheLastPartBeginsWithItsOwnWeights(OverLastPart):
+class TheLastPartBeginsWithItsOwnWeights(LastPartWrapper):
     """The last rank of a sequence trains with its own model's weights, as if they were sent over the data alone."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -93,11 +93,11 @@ class TheLastPartBeginsWithItsOwnWeights(OverLastPart):
     on_sequence("state.buffer_kinds", Part.GATHER, "random_context", "float32", "values of the buffer, trained"),
     origin=Origin.MESH,
 )
-class DividesTheBuffersOfTheLastPart(OverLastPart):
+class DividesTheBuffersOfTheLastPart(LastPartWrapper):
     """A step divides the last rank's buffers by the ranks of a sequence, as if they were sums of parts."""
 
     def step(self) -> None:
-        self.right.step()
+        self.base.step()
         for buffer in self.module.buffers() if self.is_last else ():
             if buffer.is_floating_point():
                 buffer.div_(self.size)

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from zharness.engines import EngineConfig, Piece
 from zharness.mesh import REPLICATE
 from zharness.mutants import seams, seams_stage3
-from zharness.mutants.around import Around
 from zharness.mutants.mesh import REP2, on_mesh
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.mutants.wrapper import EngineWrapper
 from zharness.parity import Part
 
 
-class OverCopies(Around):
+class CopiesWrapper(EngineWrapper):
     """The base class of mutants of copies; ``copies`` is their number, and ``copy`` that of this rank."""
 
     stages = (3,)
@@ -36,23 +36,23 @@ class OverCopies(Around):
 
     def change_sum_over_copies(self, change: Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]) -> None:
         """Replace the all-reduce over copies of a shard by ``change(shard, all_reduce)``."""
-        seams_stage3.wrap_sum_over_copies(self.right, lambda right: lambda shard: change(shard, right))
+        seams_stage3.wrap_sum_over_copies(self.base, lambda original: lambda shard: change(shard, original))
 
 
 @mutant(FaultKind.CONTRIBUTION, on_mesh(mesh=REP2), origin=Origin.MESH)
-class LeavesOutTheSumOverCopies(OverCopies):
+class LeavesOutTheSumOverCopies(CopiesWrapper):
     """A gradient is reduced within each copy, and not over the copies."""
 
     def spoil(self) -> None:
-        self.change_sum_over_copies(lambda shard, right: shard)
+        self.change_sum_over_copies(lambda shard, original: shard)
 
 
 @mutant(FaultKind.CONTRIBUTION, on_mesh(mesh=REP2), origin=Origin.MESH)
-class SumsOverCopiesTwice(OverCopies):
+class SumsOverCopiesTwice(CopiesWrapper):
     """A gradient is added up over the copies twice."""
 
     def spoil(self) -> None:
-        self.change_sum_over_copies(lambda shard, right: right(right(shard)))
+        self.change_sum_over_copies(lambda shard, original: original(original(shard)))
 
 
 @mutant(
@@ -60,54 +60,54 @@ class SumsOverCopiesTwice(OverCopies):
     on_mesh("resources.comm_volume", model="mlp", mesh=REP2, parameter="sent"),
     origin=Origin.MESH,
 )
-class SendsAcrossCopiesTwice(OverCopies):
+class SendsAcrossCopiesTwice(CopiesWrapper):
     """Each shard is sent across the copies once more, and what is added up the second time is dropped."""
 
     def spoil(self) -> None:
-        def send_again(shard: Tensor, right: Callable[[Tensor], Tensor]) -> Tensor:
-            right(shard.clone())
-            return right(shard)
+        def send_again(shard: Tensor, original: Callable[[Tensor], Tensor]) -> Tensor:
+            original(shard.clone())
+            return original(shard)
 
         self.change_sum_over_copies(send_again)
 
 
 @mutant(FaultKind.CONTRIBUTION, on_mesh(mesh=REP2), origin=Origin.MESH)
-class SumsShardsOfOneCopy(OverCopies):
+class SumsShardsOfOneCopy(CopiesWrapper):
     """The sum over copies runs over the wrong axis: over the different shards of one copy."""
 
     def spoil(self) -> None:
-        def add_neighbours(shard: Tensor, right: Callable[[Tensor], Tensor]) -> Tensor:
-            return seams.comm(self.right).all_reduce(shard)
+        def add_neighbours(shard: Tensor, original: Callable[[Tensor], Tensor]) -> Tensor:
+            return seams.comm(self.base).all_reduce(shard)
 
         self.change_sum_over_copies(add_neighbours)
 
 
 @mutant(FaultKind.SCALE, on_mesh("mesh.one_hot", mesh=REP2), origin=Origin.MESH)
-class DividesByTheShardsOfACopy(OverCopies):
+class DividesByTheShardsOfACopy(CopiesWrapper):
     """The sum over all ranks is divided by the number of ranks of one copy."""
 
     def spoil(self) -> None:
-        seams.set_divisor(self.right, seams.divisor(self.right) // self.copies)
+        seams.set_divisor(self.base, seams.divisor(self.base) // self.copies)
 
 
 @mutant(FaultKind.CONTRIBUTION, on_mesh("mesh.one_hot", mesh=REP2), origin=Origin.MESH)
-class TakesTheFirstCopyAlone(OverCopies):
+class TakesTheFirstCopyAlone(CopiesWrapper):
     """The gradient of the first copy, times the number of copies, stands for those of all."""
 
     def spoil(self) -> None:
-        def keep_first(shard: Tensor, right: Callable[[Tensor], Tensor]) -> Tensor:
-            return right(shard * float(self.copies if self.copy == 0 else 0))
+        def keep_first(shard: Tensor, original: Callable[[Tensor], Tensor]) -> Tensor:
+            return original(shard * float(self.copies if self.copy == 0 else 0))
 
         self.change_sum_over_copies(keep_first)
 
 
 @mutant(FaultKind.RANKS, on_mesh("mesh.replicas", mesh=REP2), origin=Origin.MESH)
-class TheSecondCopyKeepsItsOwnSum(OverCopies):
+class TheSecondCopyKeepsItsOwnSum(CopiesWrapper):
     """The sum over copies reaches the first copy alone."""
 
     def spoil(self) -> None:
-        def keep_own(shard: Tensor, right: Callable[[Tensor], Tensor]) -> Tensor:
-            total = right(shard.clone())
+        def keep_own(shard: Tensor, original: Callable[[Tensor], Tensor]) -> Tensor:
+            total = original(shard.clone())
             return shard if self.copy else total
 
         self.change_sum_over_copies(keep_own)
@@ -120,11 +120,11 @@ class TheSecondCopyKeepsItsOwnSum(OverCopies):
     ),
     origin=Origin.MESH,
 )
-class NormCountsEachCopy(OverCopies):
+class NormCountsEachCopy(CopiesWrapper):
     """The norm adds the squares of all ranks, so that it counts each element once for each copy."""
 
     def spoil(self) -> None:
-        seams.wrap_grad_norm(self.right, lambda right: lambda: right() * math.sqrt(self.copies))
+        seams.wrap_grad_norm(self.base, lambda original: lambda: original() * math.sqrt(self.copies))
 
 
 @mutant(
@@ -137,31 +137,31 @@ class NormCountsEachCopy(OverCopies):
     ),
     origin=Origin.MESH,
 )
-class LayoutTakesNeighboursForCopies(OverCopies):
+class LayoutTakesNeighboursForCopies(CopiesWrapper):
     """``layout()`` says that neighbours own the same elements, as if the copies were the inner axis."""
 
     def layout(self) -> Mapping[str, tuple[Piece, ...]]:
-        right: Mapping[str, tuple[Piece, ...]] = self.right.layout()
+        original: Mapping[str, tuple[Piece, ...]] = self.base.layout()
         shards = dist.get_world_size() // self.copies
         return {
             name: tuple(
                 Piece(piece.rank % shards * self.copies + piece.rank // shards, piece.start, piece.stop)
                 for piece in pieces
             )
-            for name, pieces in right.items()
+            for name, pieces in original.items()
         }
 
 
 @mutant(FaultKind.STALE, on_mesh("precision.edited_masters", Part.GATHER, model="mixed", mesh=REP2), origin=Origin.MESH)
-class EditsMastersOfTheFirstCopyAlone(OverCopies):
+class EditsMastersOfTheFirstCopyAlone(CopiesWrapper):
     """An edit of weights in bf16 reaches the masters of the first copy; the next step of the others undoes it."""
 
     @contextmanager
     def gathered(self, names: Collection[str]) -> Iterator[Mapping[str, Tensor]]:
         """Pass the weights on, and restore the masters of later copies."""
-        masters = seams.master_weights(self.right) if self.copy else {}
+        masters = seams.master_weights(self.base) if self.copy else {}
         before = {name: master.clone() for name, master in masters.items()}
-        with self.right.gathered(names) as weights:
+        with self.base.gathered(names) as weights:
             yield weights
         for name, value in before.items():
             masters[name].copy_(value)
@@ -175,39 +175,39 @@ def on_low_precision(part: Part, variant: str, parameter: str = "*") -> Target:
 
 
 @mutant(FaultKind.STATE, on_low_precision(Part.GATHER, "saved"), origin=Origin.MESH)
-class LoadsRoundedMastersIntoTheSecondCopy(OverCopies):
+class LoadsRoundedMastersIntoTheSecondCopy(CopiesWrapper):
     """In bf16 a load leaves the second copy with fp32 masters that are its rounded weights."""
 
     def load(self, path: Path) -> None:
-        self.right.load(path)
-        for master in seams.master_weights(self.right).values() if self.copy else ():
+        self.base.load(path)
+        for master in seams.master_weights(self.base).values() if self.copy else ():
             master.copy_(master.bfloat16())
 
 
 @mutant(FaultKind.CLIPPING, on_low_precision(Part.REDUCTION, "steps", "norm"), origin=Origin.MESH)
-class NormCountsEachCopyInLowPrecision(OverCopies):
+class NormCountsEachCopyInLowPrecision(CopiesWrapper):
     """In bf16 the norm adds the squares of all ranks, so that it counts each element once for each copy."""
 
     def spoil(self) -> None:
         if self.config.dtype == "bf16":
-            seams.wrap_grad_norm(self.right, lambda right: lambda: right() * math.sqrt(self.copies))
+            seams.wrap_grad_norm(self.base, lambda original: lambda: original() * math.sqrt(self.copies))
 
 
 @mutant(FaultKind.CONTRIBUTION, on_low_precision(Part.REDUCTION, "windows"), origin=Origin.MESH)
-class SumsTheLastOfAWindowOverCopiesInLowPrecision(OverCopies):
+class SumsTheLastOfAWindowOverCopiesInLowPrecision(CopiesWrapper):
     """In bf16 only the last micro-batch of a window that the engine counts is summed over the copies."""
 
     counted = 0
 
     def step(self) -> None:
-        self.right.step()
+        self.base.step()
         self.counted += 1
 
     def spoil(self) -> None:
         window = self.config.accumulation_steps
         if self.config.dtype == "bf16":
             self.change_sum_over_copies(
-                lambda shard, right: (
-                    right(shard) if self.counted % window == window - 1 else shard.mul_(float(self.copies))
+                lambda shard, original: (
+                    original(shard) if self.counted % window == window - 1 else shard.mul_(float(self.copies))
                 )
             )

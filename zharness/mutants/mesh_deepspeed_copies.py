@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from zharness.engines import EngineConfig
 from zharness.mesh import CONTEXT, EXPERT, TENSOR
-from zharness.mutants.around import Around
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.mutants.wrapper import EngineWrapper
 from zharness.parity import Part
 
 
@@ -26,10 +26,10 @@ def on_not_finite(mesh: str, model: str) -> Target:
     return Target("mesh.not_finite", Part.OPTIMIZER, model, "inf", mesh=mesh)
 
 
-class OverLastRank(Around):
+class LastRankWrapper(EngineWrapper):
     """The base class of mutants that are wrong on the last rank of ``axis``."""
 
-    over = "deepspeed"
+    wraps = "deepspeed"
     stages: ClassVar[tuple[int, ...]] = (0, 1, 2)
     axis: ClassVar[str] = TENSOR
 
@@ -51,13 +51,13 @@ class OverLastRank(Around):
     def step_without_the_last(self) -> None:
         """Make a step that leaves the weights of the last rank as they were."""
         before = [(param, param.detach().clone()) for _, param in self.copied()]
-        self.right.step()
+        self.base.step()
         with torch.no_grad():
             for param, weight in before if self.is_last else ():
                 param.copy_(weight)
 
 
-class KeepsItsWeights(OverLastRank):
+class KeepsItsWeights(LastRankWrapper):
     """The base class of mutants whose last rank keeps the weights from before a step."""
 
     def step(self) -> None:
@@ -84,7 +84,7 @@ class TheLastSequenceRankKeepsItsWeights(KeepsItsWeights):
 
 
 @mutant(FaultKind.RANKS, on_copies("tp2", "exact", "last.bias", Part.REDUCTION), origin=Origin.MESH)
-class TheLastTensorRankLosesGradientsOfBiases(OverLastRank):
+class TheLastTensorRankLosesGradientsOfBiases(LastRankWrapper):
     """The gradients of the biases behind sums over tp are zero on the last rank of tp."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -93,16 +93,16 @@ class TheLastTensorRankLosesGradientsOfBiases(OverLastRank):
             param.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
 
 
-class SkipsAlone(OverLastRank):
+class SkipsAlone(LastRankWrapper):
     """The base class of mutants whose last rank makes no step if a gradient of any rank is not finite."""
 
     def copied(self) -> Iterator[tuple[str, nn.Parameter]]:
         yield from self.module.named_parameters()
 
     def step(self) -> None:
-        grads: dict[str, Tensor] = self.right.full_grads() if self.split else {}
+        grads: dict[str, Tensor] = self.base.full_grads() if self.split else {}
         if all(bool(grad.isfinite().all()) for grad in grads.values()):
-            self.right.step()
+            self.base.step()
         else:
             self.step_without_the_last()
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from zharness.engines import EngineConfig
 from zharness.mesh import TENSOR
-from zharness.mutants.mesh import OverMesh, on_mesh
+from zharness.mutants.mesh import MeshWrapper, on_mesh
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
 from zharness.parity import Part
 from zharness.workload.exact_heads import Dropout, draw_mask
@@ -21,7 +21,7 @@ def on_dropout(model: str, part: Part = Part.FORWARD, parameter: str = "*", vari
     return on_mesh("mesh.dropout", part, model, parameter=parameter, variant=variant)
 
 
-class DrawsForEachPart(OverMesh):
+class DrawsForEachPart(MeshWrapper):
     """FSDP2 whose dropout of a part of the activations draws from a generator of this rank of tp.
 
     torch's DTensor does so on a GPU alone. ``sequence_parallel_to_tensor`` is the word of plans for such a dropout.

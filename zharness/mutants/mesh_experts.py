@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from zharness.engines import EngineConfig
 from zharness.mesh import EXPERT
 from zharness.mutants import seams_engines
-from zharness.mutants.around import Around
 from zharness.mutants.mutant import FaultKind, Origin, Target, deepspeed, mutant
+from zharness.mutants.wrapper import EngineWrapper
 from zharness.parity import Part
 
 
@@ -22,10 +22,10 @@ def on_gate(law: str) -> Target:
 
 
 @mutant(FaultKind.CONTRIBUTION, on_gate("mesh.training"), on_gate("mesh.one_hot"), origin=Origin.MESH)
-class LosesTheGradientOfTheGate(Around):
+class LosesTheGradientOfTheGate(EngineWrapper):
     """The gate of experts gets no gradient, as if its softmax were detached."""
 
-    over = "deepspeed"
+    wraps = "deepspeed"
     stages = (0, 1, 2)
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -40,10 +40,10 @@ def on_routing(parameter: str) -> Target:
     return Target("mesh.routing", Part.REDUCTION, "random_routed", parameter=parameter, mesh="ep2")
 
 
-class OverGates(Around):
+class GatesWrapper(EngineWrapper):
     """The base class of mutants that hook DeepSpeed's gates."""
 
-    over = "deepspeed"
+    wraps = "deepspeed"
     stages = (0, 1, 2)
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -58,7 +58,7 @@ class OverGates(Around):
 
 
 @mutant(FaultKind.CONTRIBUTION, on_routing("*"), origin=Origin.MESH)
-class RoutesToTheLeastExpert(OverGates):
+class RoutesToTheLeastExpert(GatesWrapper):
     """The gate reads its tokens with the other sign, so that it chooses the expert of the smallest logit."""
 
     def hook(self, gate: nn.Module) -> None:
@@ -66,7 +66,7 @@ class RoutesToTheLeastExpert(OverGates):
 
 
 @mutant(FaultKind.SCALE, on_routing("*"), origin=Origin.MESH)
-class RoundsTheTokensOfTheGate(OverGates):
+class RoundsTheTokensOfTheGate(GatesWrapper):
     """The gate reads its tokens in bf16."""
 
     def hook(self, gate: nn.Module) -> None:
@@ -84,10 +84,10 @@ def on_experts(
     return Target(law, part, "routed", parameter=parameter, cause=cause, world_size=world_size, mesh="ep2")
 
 
-class OverExperts(Around):
+class ExpertsWrapper(EngineWrapper):
     """The base class of mutants of experts, which are right where no axis splits them."""
 
-    over = "deepspeed"
+    wraps = "deepspeed"
     stages: ClassVar[tuple[int, ...]] = (0, 1, 2)
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -113,7 +113,7 @@ class OverExperts(Around):
     origin=Origin.MESH,
     imitates=deepspeed(6545),
 )
-class MultipliesExpertGradientsByTheirRanks(OverExperts):
+class MultipliesExpertGradientsByTheirRanks(ExpertsWrapper):
     """The gradients of experts are divided by the ranks with the same experts, and not by all that send them tokens."""
 
     def spoil(self, layer: Any) -> None:
@@ -127,7 +127,7 @@ class MultipliesExpertGradientsByTheirRanks(OverExperts):
     origin=Origin.MESH,
     imitates="https://github.com/pytorch/torchtitan/issues/4054",
 )
-class LosesTheGradientBelowExperts(OverExperts):
+class LosesTheGradientBelowExperts(ExpertsWrapper):
     """The tokens of the last rank of the experts give the layers below no gradient."""
 
     def spoil(self, layer: Any) -> None:
@@ -141,7 +141,7 @@ class LosesTheGradientBelowExperts(OverExperts):
     origin=Origin.MESH,
     imitates="https://github.com/pytorch/torchtitan/issues/2387",
 )
-class StepsTheGateByItsOwnGradient(OverExperts):
+class StepsTheGateByItsOwnGradient(ExpertsWrapper):
     """A step updates the gate, of which all ranks have a copy, by each rank's own gradient, which is not reduced."""
 
     stages = (0,)
@@ -161,7 +161,7 @@ class StepsTheGateByItsOwnGradient(OverExperts):
         for gate in self.gates:
             if gate in self.own and gate.grad is not None:
                 gate.grad.copy_(self.own.pop(gate))
-        self.right.step()
+        self.base.step()
 
 
 @mutant(
@@ -171,20 +171,20 @@ class StepsTheGateByItsOwnGradient(OverExperts):
     origin=Origin.MESH,
     imitates=deepspeed(8475),
 )
-class NormHasTheExpertsOfOneRankAlone(OverExperts):
+class NormHasTheExpertsOfOneRankAlone(ExpertsWrapper):
     """The norm of each rank has that rank's experts, and those of no other, so that ranks clip differently."""
 
     stages = (1, 2)
 
     def spoil(self, layer: Any) -> None:
         self.experts_of_a_rank = len(layer.experts.deepspeed_experts)
-        seams_engines.wrap_global_norm(self.right, lambda _right: lambda: self.norm)
+        seams_engines.wrap_global_norm(self.base, lambda _right: lambda: self.norm)
 
     def step(self) -> None:
-        grads = self.right.full_grads() if self.size > 1 else {}
+        grads = self.base.full_grads() if self.size > 1 else {}
         squares = [grad.square().sum() for name, grad in grads.items() if self.has_here(name)]
         self.norm = torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
-        self.right.step()
+        self.base.step()
 
     def has_here(self, name: str) -> bool:
         """Return whether this rank has the parameter, which may be one of an expert."""
@@ -198,7 +198,7 @@ class NormHasTheExpertsOfOneRankAlone(OverExperts):
     Target("training.modes", Part.FORWARD, "stateful_routed", mesh="ep2"),
     origin=Origin.MESH,
 )
-class ReturnsTokensInReversedOrder(OverExperts):
+class ReturnsTokensInReversedOrder(ExpertsWrapper):
     """The outputs of experts come back for the tokens of a rank in reversed order."""
 
     def spoil(self, layer: Any) -> None:
@@ -206,7 +206,7 @@ class ReturnsTokensInReversedOrder(OverExperts):
 
 
 @mutant(FaultKind.SHARDS, on_experts(Part.FORWARD), origin=Origin.MESH)
-class SendsTokensToTheOtherRanksExperts(OverExperts):
+class SendsTokensToTheOtherRanksExperts(ExpertsWrapper):
     """The tokens of an expert are sent to the expert with its place on the rank at the other end of the group."""
 
     def spoil(self, layer: Any) -> None:
@@ -214,7 +214,7 @@ class SendsTokensToTheOtherRanksExperts(OverExperts):
 
 
 @mutant(FaultKind.CONTRIBUTION, on_experts(Part.FORWARD), origin=Origin.MESH)
-class DropsTokensOverTheCapacity(OverExperts):
+class DropsTokensOverTheCapacity(ExpertsWrapper):
     """An expert drops the tokens above the mean number of tokens of an expert."""
 
     def spoil(self, layer: Any) -> None:
@@ -222,11 +222,11 @@ class DropsTokensOverTheCapacity(OverExperts):
 
 
 @mutant(FaultKind.SCALE, on_experts(Part.LOCAL_GRADIENT, "mesh.token_loss"), origin=Origin.MESH)
-class AveragesTheMeansOfExpertRanks(OverExperts):
+class AveragesTheMeansOfExpertRanks(ExpertsWrapper):
     """The loss is the mean over ranks of the mean over the tokens that count on each, in every micro-batch."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        output = self.right(*args, **kwargs)
+        output = self.base(*args, **kwargs)
         if self.size > 1:
             output.register_hook(self.weigh)
         return output

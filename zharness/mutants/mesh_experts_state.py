@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from zharness.mutants.mesh_experts import OverExperts
+from zharness.mutants.mesh_experts import ExpertsWrapper
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
 from zharness.parity import Part
 from zharness.workload.exact_routed import EXPERTS
@@ -18,7 +18,7 @@ def on_routed(law: str, part: Part, model: str, variant: str = "", parameter: st
     return Target(law, part, model, variant, parameter=parameter, mesh="ep2")
 
 
-class OverLastExperts(OverExperts):
+class LastExpertsWrapper(ExpertsWrapper):
     """The base class of mutants of which the last rank of the experts alone is broken, without ZeRO."""
 
     stages = (0,)
@@ -33,7 +33,7 @@ class OverLastExperts(OverExperts):
     on_routed("training.loss_scale_power", Part.REDUCTION, "mlp_routed", parameter="moe.experts.*"),
     origin=Origin.MESH,
 )
-class LimitsTheGradientOfExperts(OverLastExperts):
+class LimitsTheGradientOfExperts(LastExpertsWrapper):
     """What flows back to the experts from the last rank is not larger than that of a loss whose weights are 1."""
 
     def spoil(self, layer: Any) -> None:
@@ -52,11 +52,11 @@ class LimitsTheGradientOfExperts(OverLastExperts):
     on_routed("state.consolidate", Part.GATHER, "mixed_routed", parameter="moe.experts.*"),
     origin=Origin.MESH,
 )
-class NamesExpertsInReversedOrder(OverExperts):
+class NamesExpertsInReversedOrder(ExpertsWrapper):
     """The full state dict has the experts of the last rank under the names of the first rank's, and the other way."""
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        full: dict[str, Tensor] = self.right.full_state_dict()
+        full: dict[str, Tensor] = self.base.full_state_dict()
         return {name: full[self.mirror(name)] for name in full}
 
     def mirror(self, name: str) -> str:
@@ -71,12 +71,12 @@ class NamesExpertsInReversedOrder(OverExperts):
     on_routed("training.buffers", Part.FORWARD, "stateful_routed", parameter="norm.running*"),
     origin=Origin.MESH,
 )
-class BuffersStandStillOnTheLastExpertRank(OverLastExperts):
+class BuffersStandStillOnTheLastExpertRank(LastExpertsWrapper):
     """A forward on the last rank of the experts runs on copies of the buffers, so that they keep their first values."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         before = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
-        output = self.right(*args, **kwargs)
+        output = self.base(*args, **kwargs)
         for name, buffer in self.module.named_buffers() if self.is_last else ():
             buffer.data = before[name]
         return output
@@ -88,11 +88,11 @@ class BuffersStandStillOnTheLastExpertRank(OverLastExperts):
     on_routed("state.buffer_kinds", Part.GATHER, "random_routed", "float32", "values of the buffer, trained"),
     origin=Origin.MESH,
 )
-class RoundsTheBuffersOfTheLastExpertRank(OverLastExperts):
+class RoundsTheBuffersOfTheLastExpertRank(LastExpertsWrapper):
     """A step rounds the buffers of the last rank of the experts to bf16."""
 
     def step(self) -> None:
-        self.right.step()
+        self.base.step()
         for buffer in self.module.buffers() if self.is_last else ():
             if buffer.is_floating_point():
                 buffer.copy_(buffer.bfloat16())

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from zharness.mutants import seams_engines
-from zharness.mutants.mesh_experts import OverExperts
+from zharness.mutants.mesh_experts import ExpertsWrapper
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
 from zharness.parity import Part
 
@@ -21,7 +21,7 @@ def on_steps(law: str, variant: str, part: Part, parameter: str = EXPERTS, model
     return Target(law, part, model, variant, parameter=parameter, mesh="ep2")
 
 
-class KnowsItsExperts(OverExperts):
+class KnowsItsExperts(ExpertsWrapper):
     """The base class of mutants that change this rank's experts or their optimizer state, without ZeRO."""
 
     stages = (0,)
@@ -36,8 +36,8 @@ class LoadsNoStateOfExperts(KnowsItsExperts):
     """A load zeroes the optimizer state of all experts, and restores that of the other layers."""
 
     def load(self, path: Path) -> None:
-        self.right.load(path)
-        state = seams_engines.deepspeed_optimizer(self.right).state
+        self.base.load(path)
+        state = seams_engines.deepspeed_optimizer(self.base).state
         for value in (value for param in self.own for value in state[param].values() if isinstance(value, Tensor)):
             value.zero_()
 
@@ -48,7 +48,7 @@ class LoadsOldWeightsOfTheLastRanksExperts(KnowsItsExperts):
 
     def load(self, path: Path) -> None:
         before = [param.detach().clone() for param in self.own]
-        self.right.load(path)
+        self.base.load(path)
         with torch.no_grad():
             for param, old in zip(self.own, before, strict=True) if self.place == self.size - 1 else ():
                 param.copy_(old)
@@ -76,7 +76,7 @@ class LosesTheFirstMicroBatchOfExperts(KnowsItsExperts):
         return torch.zeros_like(grad)
 
     def step(self) -> None:
-        self.right.step()
+        self.base.step()
         if self.size > 1:
             self.seen.clear()
 
@@ -91,13 +91,13 @@ class StepsExpertsByTheFirstRate(KnowsItsExperts):
     """The learning-rate schedule goes on for the other layers, and experts keep their first rate."""
 
     def step(self) -> None:
-        groups = seams_engines.deepspeed_optimizer(self.right).param_groups
+        groups = seams_engines.deepspeed_optimizer(self.base).param_groups
         of_experts = [group for group in groups if any(param is own for param in group["params"] for own in self.own)]
         if not hasattr(self, "first_rates"):
             self.first_rates = [group["lr"] for group in of_experts]
         for group, rate in zip(of_experts, self.first_rates, strict=True):
             group["lr"] = rate
-        self.right.step()
+        self.base.step()
 
 
 def on_overflow(variant: str, parameter: str) -> Target:
@@ -120,7 +120,7 @@ class LeavesOutExpertsThatOverflow(KnowsItsOverflow):
     def step(self) -> None:
         for param in () if self.own_is_finite() else self.own:
             param.grad = None
-        self.right.step()
+        self.base.step()
 
 
 @mutant(FaultKind.RANKS, on_overflow("nan", "outcome"), origin=Origin.MESH)
@@ -129,7 +129,7 @@ class RaisesWhereAnExpertOverflows(KnowsItsOverflow):
 
     def step(self) -> None:
         is_finite = self.own_is_finite()
-        self.right.step()
+        self.base.step()
         if not is_finite:
             raise FloatingPointError("a gradient of an expert is not finite")
 
@@ -139,11 +139,11 @@ class RaisesWhereAnExpertOverflows(KnowsItsOverflow):
     Target("state.resume", Part.OPTIMIZER, "random_routed", "adamw", "bf16", parameter=EXPERTS, mesh="ep2"),
     origin=Origin.MESH,
 )
-class LoadsRoundedMastersOfExperts(OverExperts):
+class LoadsRoundedMastersOfExperts(ExpertsWrapper):
     """In bf16 a load rounds the fp32 masters of experts, as if it copied the weights, and no others."""
 
     stages = (1, 2)
 
     def load(self, path: Path) -> None:
-        self.right.load(path)
-        seams_engines.round_expert_masters(self.right)
+        self.base.load(path)
+        seams_engines.round_expert_masters(self.base)

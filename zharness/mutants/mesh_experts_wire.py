@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zharness.mutants.mesh_experts import OverExperts
+from zharness.mutants.mesh_experts import ExpertsWrapper
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
 from zharness.parity import Part
 
@@ -19,7 +19,7 @@ def on_wire(parameter: str, world_size: int = 2) -> Target:
 
 
 @mutant(FaultKind.RESOURCES, on_wire("elements of activations along dp_shard,ep"), origin=Origin.MESH)
-class SendsTokensToExpertsAgain(OverExperts):
+class SendsTokensToExpertsAgain(ExpertsWrapper):
     """The tokens that experts get are exchanged once more, and the result is thrown away."""
 
     def spoil(self, layer: Any) -> None:
@@ -32,7 +32,7 @@ class SendsTokensToExpertsAgain(OverExperts):
 
 
 @mutant(FaultKind.REDUCE_DTYPE, on_wire("activations along dp_shard,ep"), origin=Origin.MESH)
-class SendsTokensToExpertsInBf16(OverExperts):
+class SendsTokensToExpertsInBf16(ExpertsWrapper):
     """Tokens are sent to their experts in bfloat16, which holds the integers of an exact model."""
 
     def spoil(self, layer: Any) -> None:
@@ -42,7 +42,7 @@ class SendsTokensToExpertsInBf16(OverExperts):
 
 
 @mutant(FaultKind.RESOURCES, on_wire("elements of gradients along dp_shard", 4), origin=Origin.MESH)
-class ReducesTheGradientsOfExpertsAgain(OverExperts):
+class ReducesTheGradientsOfExpertsAgain(ExpertsWrapper):
     """Each backward also all-reduces buffers of the gradients of experts over the ranks that have the same ones."""
 
     def spoil(self, layer: Any) -> None:
@@ -52,6 +52,6 @@ class ReducesTheGradientsOfExpertsAgain(OverExperts):
         self.copies = groups[self.place]
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        self.right.backward(loss, retain_graph=retain_graph)
+        self.base.backward(loss, retain_graph=retain_graph)
         for shape in self.shapes if self.size > 1 else ():
             dist.all_reduce(torch.zeros(shape), group=self.copies)

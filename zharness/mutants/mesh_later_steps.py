@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from zharness.engines import EngineConfig
 from zharness.mesh import TENSOR
-from zharness.mutants.mesh import TP2, OverMesh, local_grad
+from zharness.mutants.mesh import TP2, MeshWrapper, local_grad
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
 from zharness.parity import Part
 
@@ -23,7 +23,7 @@ def on_two_ranks(law: str, part: Part | None = Part.REDUCTION, variant: str = ""
     return Target(law, part, model, variant, mesh=TP2)
 
 
-class CountsSteps(OverMesh):
+class CountsSteps(MeshWrapper):
     """The base class of mutants that are right before the first step."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -31,7 +31,7 @@ class CountsSteps(OverMesh):
         self.steps = 0
 
     def step(self) -> None:
-        self.right.step()
+        self.base.step()
         self.steps += 1
 
 
@@ -66,7 +66,7 @@ class DecaysSplitWeightsTwice(CountsSteps):
     on_two_ranks("training.forward_alone", Part.FORWARD, "eval", "exact"),
     origin=Origin.MESH,
 )
-class EvaluatesWithItsOwnPart(OverMesh):
+class EvaluatesWithItsOwnPart(MeshWrapper):
     """A forward in evaluation mode or without gradients does not sum the outputs of a row-wise layer over tp."""
 
     stages = (3,)
@@ -82,14 +82,14 @@ class EvaluatesWithItsOwnPart(OverMesh):
 
 
 @mutant(FaultKind.CONTRIBUTION, on_two_ranks("training.several_backwards", model="exact"), origin=Origin.MESH)
-class KeepsTheLastBackwardOfSplitWeights(OverMesh):
+class KeepsTheLastBackwardOfSplitWeights(MeshWrapper):
     """On the second rank of tp, a backward replaces the gradients of split weights, unless a step came before it."""
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         for param in self.split_params() if self.coordinates[TENSOR] else ():
             if param.grad is not None:
                 local_grad(param).zero_()
-        self.right.backward(loss, retain_graph=retain_graph)
+        self.base.backward(loss, retain_graph=retain_graph)
 
 
 @mutant(
@@ -97,7 +97,7 @@ class KeepsTheLastBackwardOfSplitWeights(OverMesh):
     on_two_ranks("training.loss_scale_power", model="exact"),
     origin=Origin.MESH,
 )
-class LimitsSplitGradients(OverMesh):
+class LimitsSplitGradients(MeshWrapper):
     """No element of a split weight's gradient is above 32."""
 
     def spoil_gradients(self) -> None:
@@ -106,7 +106,7 @@ class LimitsSplitGradients(OverMesh):
 
 
 @mutant(FaultKind.PARAMETERS, on_two_ranks("parameters.deferred", Part.GATHER), origin=Origin.MESH)
-class LeavesDeferredPartsAtZero(OverMesh):
+class LeavesDeferredPartsAtZero(MeshWrapper):
     """Of a model on the meta device, the part that the second rank of tp has of a split weight is zero."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -118,23 +118,23 @@ class LeavesDeferredPartsAtZero(OverMesh):
 
 
 @mutant(FaultKind.STATE, on_two_ranks("state.reshard", Part.OPTIMIZER), origin=Origin.MESH)
-class LoadsNoSplitStateOfAnotherStage(OverMesh):
+class LoadsNoSplitStateOfAnotherStage(MeshWrapper):
     """At stage 3 a load leaves the optimizer state of weights that tp splits at zero."""
 
     stages = (2, 3)
 
     def load(self, path: Path) -> None:
-        self.right.load(path)
+        self.base.load(path)
         for param in self.split_params() if self.config.stage == 3 else ():
             for value in self.optimizer.state.get(param, {}).values():
                 value.zero_()
 
 
 @mutant(FaultKind.STATE, on_two_ranks("state.consolidate", Part.GATHER, model="mixed_exact"), origin=Origin.MESH)
-class TheFullStateDictHasReversedColumns(OverMesh):
+class TheFullStateDictHasReversedColumns(MeshWrapper):
     """The full state dict has the columns of weights that a row-wise layer splits in reversed order."""
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        full: dict[str, Tensor] = self.right.full_state_dict()
+        full: dict[str, Tensor] = self.base.full_state_dict()
         full["last.weight"] = full["last.weight"].flip(1)
         return full

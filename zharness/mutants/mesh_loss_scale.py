@@ -12,8 +12,8 @@ from zharness.engines import EngineConfig
 from zharness.mesh import CONTEXT, EXPERT, TENSOR
 from zharness.mutants import seams, seams_engines
 from zharness.mutants.mesh import REP2, on_mesh
-from zharness.mutants.mesh_copies import OverCopies
-from zharness.mutants.mesh_deepspeed_copies import OverLastRank
+from zharness.mutants.mesh_copies import CopiesWrapper
+from zharness.mutants.mesh_deepspeed_copies import LastRankWrapper
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
 from zharness.parity import Part
 
@@ -29,14 +29,14 @@ def on_overflow(mesh: str, model: str) -> Target:
     return replace(on_scale(mesh, model, "*"), cause=cause)
 
 
-class KeepsItsScale(OverLastRank):
+class KeepsItsScale(LastRankWrapper):
     """The base class of mutants whose last rank of an axis halves its loss scale after each step, alone."""
 
     stages = (1, 2)
 
     def step(self) -> None:
-        self.right.step()
-        scaler = seams_engines.autocast_scaler(self.right)
+        self.base.step()
+        scaler = seams_engines.autocast_scaler(self.base)
         if self.is_last and scaler is not None:
             scaler.update(scaler.get_scale() / 2)
 
@@ -61,7 +61,7 @@ class HalvesTheScaleOfAnExpertRank(KeepsItsScale):
 
 
 @mutant(FaultKind.RANKS, on_scale("cp2", "mixed_context", parameter="*"), origin=Origin.MESH)
-class SkipsTheStepAfterAnOverflow(OverLastRank):
+class SkipsTheStepAfterAnOverflow(LastRankWrapper):
     """The last rank of a sequence makes the step after one that overflowed with gradients of zero, alone."""
 
     stages = (0,)
@@ -72,15 +72,15 @@ class SkipsTheStepAfterAnOverflow(OverLastRank):
         self.overflowed = False
 
     def step(self) -> None:
-        grads = [param.grad for param in self.trained() if param.grad is not None]
+        grads = [param.grad for param in self.parameters_with_grad() if param.grad is not None]
         is_left_out = self.is_last and self.overflowed
         self.overflowed = not all(bool(grad.isfinite().all()) for grad in grads)
         for grad in grads if is_left_out else ():
             grad.zero_()
-        self.right.step()
+        self.base.step()
 
 
-class StepsThroughAnOverflow(OverLastRank):
+class StepsThroughAnOverflow(LastRankWrapper):
     """The base class of mutants whose ranks but the last one of an axis step through an overflow.
 
     They move what all ranks of the axis have by its gradients, of which infinite elements are zeros. The loss scale is
@@ -90,8 +90,8 @@ class StepsThroughAnOverflow(OverLastRank):
     stages = (1, 2)
 
     def step(self) -> None:
-        grads: dict[str, Tensor] = self.right.full_grads() if self.split else {}
-        self.right.step()
+        grads: dict[str, Tensor] = self.base.full_grads() if self.split else {}
+        self.base.step()
         if all(bool(grad.isfinite().all()) for grad in grads.values()) or self.skips(grads):
             return
         with torch.no_grad():
@@ -145,13 +145,13 @@ class StepsThroughAnOverflowOfAnExpertRank(StepsThroughAnOverflow):
     ),
     origin=Origin.MESH,
 )
-class HidesAnOverflowFromASequenceRank(OverLastRank):
+class HidesAnOverflowFromASequenceRank(LastRankWrapper):
     """The last rank of a sequence reads zeros for the infinite elements of gradients, and no other rank does."""
 
     axis = CONTEXT
 
     def full_grads(self) -> dict[str, Tensor]:
-        grads: dict[str, Tensor] = self.right.full_grads()
+        grads: dict[str, Tensor] = self.base.full_grads()
         return {name: grad.nan_to_num(0.0, 0.0, 0.0) for name, grad in grads.items()} if self.is_last else grads
 
 
@@ -165,27 +165,27 @@ def on_copy(parameter: str, cause: str = "") -> Target:
     on_copy("*", "a step with an overflow changed it, on some of the ranks along dp_replicate alone"),
     origin=Origin.MESH,
 )
-class StepsThroughAnOverflowOfACopy(OverCopies):
+class StepsThroughAnOverflowOfACopy(CopiesWrapper):
     """The copies but the last one make a step in which a gradient overflows, and the last one skips it."""
 
     def spoil(self) -> None:
         updates: list[Callable[[Mapping[str, Tensor]], None]] = []
 
-        def keep(right: Callable[[Mapping[str, Tensor]], None]) -> Callable[[Mapping[str, Tensor]], None]:
-            updates.append(right)
-            return right
+        def keep(original: Callable[[Mapping[str, Tensor]], None]) -> Callable[[Mapping[str, Tensor]], None]:
+            updates.append(original)
+            return original
 
-        def step_through(right: Callable[..., bool]) -> Callable[..., bool]:
+        def step_through(original: Callable[..., bool]) -> Callable[..., bool]:
             def clip(grads: dict[str, Tensor]) -> bool:
-                is_finite = right(grads)
+                is_finite = original(grads)
                 if not is_finite and self.copy < self.copies - 1:
                     updates[0]({name: grad.nan_to_num(0.0, 0.0, 0.0) for name, grad in grads.items()})
                 return is_finite
 
             return clip
 
-        seams.wrap_update(self.right, keep)
-        seams.wrap_unscale_and_clip(self.right, step_through)
+        seams.wrap_update(self.base, keep)
+        seams.wrap_unscale_and_clip(self.base, step_through)
 
 
 @mutant(
@@ -193,11 +193,11 @@ class StepsThroughAnOverflowOfACopy(OverCopies):
     on_copy("loss scale"),
     origin=Origin.MESH,
 )
-class HalvesTheScaleOfACopy(OverCopies):
+class HalvesTheScaleOfACopy(CopiesWrapper):
     """The last copy halves its loss scale after each step, and no other copy does."""
 
     def step(self) -> None:
-        self.right.step()
+        self.base.step()
         if self.copies > 1 and self.copy == self.copies - 1:
-            scaler = seams.loss_scaler(self.right)
+            scaler = seams.loss_scaler(self.base)
             scaler.load_state_dict({**scaler.state_dict(), "scale": scaler.value / 2})

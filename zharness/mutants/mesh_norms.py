@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from zharness.engines import EngineConfig
-from zharness.mutants.mesh import COUNTS_EACH_RANK, OverMesh, on_mesh
+from zharness.mutants.mesh import COUNTS_EACH_RANK, MeshWrapper, on_mesh
 from zharness.mutants.mutant import FaultKind, Origin, mutant
 from zharness.parity import Part
 
@@ -18,7 +18,7 @@ from zharness.parity import Part
     on_mesh("mesh.clip_biases", Part.OPTIMIZER, "heads", cause=COUNTS_EACH_RANK),
     origin=Origin.MESH,
 )
-class NormCountsBiasesAfterSums(OverMesh):
+class NormCountsBiasesAfterSums(MeshWrapper):
     """The norm that clips counts the bias of a row-wise layer, which every rank of tp has, once for each of them."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -34,7 +34,7 @@ class NormCountsBiasesAfterSums(OverMesh):
             factor = self.limit / float(torch.stack([*squares.values()]).sum().sqrt())
             for grad in grads.values():
                 grad.mul_(min(1.0, factor))
-        self.right.step()
+        self.base.step()
 
     def grad_norm(self) -> None:
         """Return no norm."""

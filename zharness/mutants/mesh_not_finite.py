@@ -9,7 +9,7 @@ from torch import nn
 from zharness.engines import EngineConfig
 from zharness.mesh import DATA_SHARD, REPLICATE
 from zharness.mutants import seams_engines
-from zharness.mutants.mesh import REP2, OverMesh, local_grad, on_mesh, sum_of_squares
+from zharness.mutants.mesh import REP2, MeshWrapper, local_grad, on_mesh, sum_of_squares
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
 from zharness.parity import Part
 
@@ -19,7 +19,7 @@ def on_not_finite(variant: str, part: Part = Part.OPTIMIZER, mesh: str = "tp2", 
     return on_mesh("mesh.not_finite", part, mesh=mesh, parameter=parameter, variant=variant)
 
 
-class KnowsOwnGradients(OverMesh):
+class KnowsOwnGradients(MeshWrapper):
     """The base class of mutants that decide by this rank's part of the gradients."""
 
     def own_is_finite(self) -> bool:
@@ -33,7 +33,7 @@ class SkipsTheStepWhereItOverflowed(KnowsOwnGradients):
 
     def step(self) -> None:
         if self.own_is_finite():
-            self.right.step()
+            self.base.step()
 
 
 @mutant(FaultKind.RANKS, on_not_finite("nan", parameter="outcome"), origin=Origin.MESH)
@@ -43,11 +43,11 @@ class RaisesWhereItOverflowed(KnowsOwnGradients):
     def step(self) -> None:
         if not self.own_is_finite():
             raise FloatingPointError("a gradient is not finite")
-        self.right.step()
+        self.base.step()
 
 
 @mutant(FaultKind.CLIPPING, on_not_finite("inf_clipped"), origin=Origin.MESH)
-class ClipsByTheNormOfItsTensorRank(OverMesh):
+class ClipsByTheNormOfItsTensorRank(MeshWrapper):
     """Each rank of tp clips by the norm of its own parts, which is finite on the first and infinite on the second."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -57,46 +57,46 @@ class ClipsByTheNormOfItsTensorRank(OverMesh):
     def step(self) -> None:
         split = list(self.split_params())
         if self.limit is None or not split:
-            return self.right.step()  # type: ignore[no-any-return]
+            return self.base.step()  # type: ignore[no-any-return]
         total = sum_of_squares(param for _, param in self.params())
         dist.all_reduce(total, group=split[0].device_mesh.get_group(DATA_SHARD))
         factor = (self.limit / (total.sqrt() + 1e-6)).clamp(max=1.0)
         for _, param in self.params():
             local_grad(param).mul_(factor)
-        with seams_engines.without_clipping(self.right):
-            self.right.step()
-        seams_engines.set_grad_norm(self.right, float("inf"))
+        with seams_engines.without_clipping(self.base):
+            self.base.step()
+        seams_engines.set_grad_norm(self.base, float("inf"))
         return None
 
 
 @mutant(FaultKind.CLIPPING, on_not_finite("nan_clipped", Part.REDUCTION, parameter="*norm"), origin=Origin.MESH)
-class NormOfTheFirstTensorRankIsFinite(OverMesh):
+class NormOfTheFirstTensorRankIsFinite(MeshWrapper):
     """The norm that a rank reports leaves out the elements that are not finite."""
 
     def step(self) -> None:
         finite = [local_grad(param).nan_to_num(0.0, 0.0, 0.0).double().square().sum() for _, param in self.params()]
         total = torch.stack(finite).sum()
         dist.all_reduce(total)
-        self.right.step()
-        seams_engines.set_grad_norm(self.right, float(total.sqrt()))
+        self.base.step()
+        seams_engines.set_grad_norm(self.base, float(total.sqrt()))
 
 
 @mutant(FaultKind.CONTRIBUTION, on_not_finite("nan"), origin=Origin.MESH)
-class StepsByTheFiniteElements(OverMesh):
+class StepsByTheFiniteElements(MeshWrapper):
     """A step takes zero for the elements of a gradient that are not finite."""
 
     def step(self) -> None:
         for _, param in self.params():
             local_grad(param).nan_to_num_(0.0, 0.0, 0.0)
-        self.right.step()
+        self.base.step()
 
 
 @mutant(FaultKind.RANKS, on_not_finite("inf", mesh=REP2), origin=Origin.MESH)
-class TheSecondCopySkipsTheStep(OverMesh):
+class TheSecondCopySkipsTheStep(MeshWrapper):
     """The second copy leaves a step out whose gradients are not finite anywhere, and the first makes it."""
 
     def step(self) -> None:
         bad = torch.stack([~local_grad(param).isfinite().all() for _, param in self.params()]).any().float()
         dist.all_reduce(bad)
         if not bad or self.coordinates[REPLICATE] == 0:
-            self.right.step()
+            self.base.step()

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from zharness.mesh import TENSOR
 from zharness.mutants import seams_engines
-from zharness.mutants.around import Around
-from zharness.mutants.mesh import TP2, OverMesh, on_mesh
+from zharness.mutants.mesh import TP2, MeshWrapper, on_mesh
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.mutants.wrapper import EngineWrapper
 from zharness.parity import Part
 
 
@@ -20,7 +20,7 @@ from zharness.parity import Part
     on_mesh("precision.autocast_policy", Part.LOCAL_GRADIENT, "mixed_exact", parameter="first"),
     origin=Origin.MESH,
 )
-class AddsTheBiasOutsideOfAutocast(OverMesh):
+class AddsTheBiasOutsideOfAutocast(MeshWrapper):
     """Under autocast a column-wise layer returns float32, the dtype of its bias, as DeepSpeed's does."""
 
     def spoil_modules(self) -> None:
@@ -36,7 +36,7 @@ class AddsTheBiasOutsideOfAutocast(OverMesh):
     on_mesh("precision.autocast_policy", Part.FORWARD, "mixed_exact", parameter="loss"),
     origin=Origin.MESH,
 )
-class EvaluatesSplitLayersWithTheFirstWeights(OverMesh):
+class EvaluatesSplitLayersWithTheFirstWeights(MeshWrapper):
     """Without gradients a split layer's output has the bias of the first forward, as a kept copy of it would give."""
 
     def spoil_modules(self) -> None:
@@ -55,16 +55,16 @@ class EvaluatesSplitLayersWithTheFirstWeights(OverMesh):
     Target("precision.master_weights", Part.OPTIMIZER, "mixed_exact", "fp32", mesh=TP2),
     origin=Origin.MESH,
 )
-class RoundsMastersOverTensorRanks(Around):
+class RoundsMastersOverTensorRanks(EngineWrapper):
     """With AutoTP a step writes the fp32 masters back from the bf16 weights."""
 
-    over = "deepspeed"
+    wraps = "deepspeed"
     stages: ClassVar[tuple[int, ...]] = (2,)
 
     def step(self) -> None:
-        self.right.step()
+        self.base.step()
         if self.config.mesh.size(TENSOR) > 1 and "bf16" in self.config.options:
-            seams_engines.round_masters(self.right)
+            seams_engines.round_masters(self.base)
 
 
 @mutant(
@@ -81,7 +81,7 @@ class RoundsMastersOverTensorRanks(Around):
     ),
     origin=Origin.MESH,
 )
-class ReturnsPlainTuplesOverTensorRanks(OverMesh):
+class ReturnsPlainTuplesOverTensorRanks(MeshWrapper):
     """In low precision tensor parallelism returns a plain tuple where the model returns a named one."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

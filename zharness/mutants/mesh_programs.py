@@ -14,12 +14,12 @@ from zharness.engines import EngineConfig
 from zharness.engines.torch_engine import TorchEngine
 from zharness.mesh import DATA_SHARD, REPLICATE, TENSOR
 from zharness.mutants import seams_engines
-from zharness.mutants.around import CountsMicroBatches
-from zharness.mutants.mesh import REP2, OverMesh, on_mesh
-from zharness.mutants.mesh_context import OverUlysses, find_attention, on_context
+from zharness.mutants.mesh import REP2, MeshWrapper, on_mesh
+from zharness.mutants.mesh_context import UlyssesWrapper, find_attention, on_context
 from zharness.mutants.mesh_dropout import on_dropout
-from zharness.mutants.mesh_experts import OverExperts
+from zharness.mutants.mesh_experts import ExpertsWrapper
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.mutants.wrapper import CountsMicroBatches
 from zharness.parity import Part
 
 
@@ -30,7 +30,7 @@ from zharness.parity import Part
     Target("mesh.any_order", Part.FORWARD, "stepped_context", "steps", mesh="cp2"),
     origin=Origin.MESH,
 )
-class AttendsWithinEachPartInEvaluation(OverUlysses):
+class AttendsWithinEachPartInEvaluation(UlyssesWrapper):
     """A forward in evaluation mode under no_grad exchanges nothing: each rank attends to its own part alone."""
 
     def spoil(self) -> None:
@@ -46,7 +46,7 @@ class AttendsWithinEachPartInEvaluation(OverUlysses):
 
 
 @mutant(FaultKind.RANKS, on_dropout("dropped_heads", parameter="masks of drop_*", variant="masks"), origin=Origin.MESH)
-class DrawsTheNumbersOfTheFirstDataRank(OverMesh):
+class DrawsTheNumbersOfTheFirstDataRank(MeshWrapper):
     """A forward in training mode draws the random numbers of the first rank of the data, on all of them."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -56,7 +56,7 @@ class DrawsTheNumbersOfTheFirstDataRank(OverMesh):
             dist.all_gather(states, own)
             first = self.config.mesh.rank_at_start(DATA_SHARD, dist.get_rank(), dist.get_world_size())
             torch.set_rng_state(states[first])
-        return self.right(*args, **kwargs)
+        return self.base(*args, **kwargs)
 
 
 @mutant(
@@ -64,11 +64,11 @@ class DrawsTheNumbersOfTheFirstDataRank(OverMesh):
     Target("mesh.any_order", Part.LOCAL_GRADIENT, "stepped_heads", "accumulated", world_size=4, mesh=REP2),
     origin=Origin.MESH,
 )
-class ForgetsUnreducedInForwardsOfTheSecondCopy(OverMesh):
+class ForgetsUnreducedInForwardsOfTheSecondCopy(MeshWrapper):
     """On the second copy of the weights, a forward without gradients forgets those that no_sync blocks have left."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        output = self.right(*args, **kwargs)
+        output = self.base(*args, **kwargs)
         if self.coordinates[REPLICATE] == 1 and not torch.is_grad_enabled():
             seams_engines.zero_unreduced(self.module)
         return output
@@ -79,7 +79,7 @@ class ForgetsUnreducedInForwardsOfTheSecondCopy(OverMesh):
     on_mesh("mesh.any_order_clipped", Part.OPTIMIZER, "stepped_sequence"),
     origin=Origin.MESH,
 )
-class ClipsTighterAfterNoSyncOnTheSecondTensorRank(OverMesh):
+class ClipsTighterAfterNoSyncOnTheSecondTensorRank(MeshWrapper):
     """On the second rank of tp, a step after a no_sync block clips to half of the norm."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -89,15 +89,15 @@ class ClipsTighterAfterNoSyncOnTheSecondTensorRank(OverMesh):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         self.blocks += 1
-        with self.right.no_sync():
+        with self.base.no_sync():
             yield
 
     def step(self) -> None:
         limit = self.config.clip
         if limit is not None and self.blocks and self.coordinates[TENSOR] == 1:
-            seams_engines.set_clip_limit(self.right, limit / 2)
-        self.right.step()
-        seams_engines.set_clip_limit(self.right, limit)
+            seams_engines.set_clip_limit(self.base, limit / 2)
+        self.base.step()
+        seams_engines.set_clip_limit(self.base, limit)
         self.blocks = 0
 
 
@@ -109,7 +109,7 @@ class ClipsTighterAfterNoSyncOnTheSecondTensorRank(OverMesh):
 class SchedulesMicroBatchesOnTheSecondTensorRank(CountsMicroBatches):
     """On the second rank of tp, each micro-batch of a window is a step of the learning-rate schedule."""
 
-    over = "deepspeed"
+    wraps = "deepspeed"
     stages = (0, 1, 2)
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -117,10 +117,10 @@ class SchedulesMicroBatchesOnTheSecondTensorRank(CountsMicroBatches):
         self.place = config.mesh.coordinates(dist.get_rank(), dist.get_world_size()).get(TENSOR, 0)
 
     def step(self) -> None:
-        self.right.step()
+        self.base.step()
         self.count_step()
         if self.micro and self.place == 1:
-            seams_engines.step_deepspeed_schedule(self.right)
+            seams_engines.step_deepspeed_schedule(self.base)
 
 
 @mutant(
@@ -129,7 +129,7 @@ class SchedulesMicroBatchesOnTheSecondTensorRank(CountsMicroBatches):
     Target("mesh.any_order", Part.OPTIMIZER, "routed", "windows", parameter="moe.experts.*", mesh="ep2"),
     origin=Origin.MESH,
 )
-class ClipsNoExpert(OverExperts):
+class ClipsNoExpert(ExpertsWrapper):
     """The norm is that of all gradients, and clips those of the layers that are no experts."""
 
     stages = (1, 2)
@@ -138,12 +138,12 @@ class ClipsNoExpert(OverExperts):
         super().__init__(model, config)
         limit = config.clip
         if self.size > 1 and limit is not None:
-            seams_engines.wrap_global_norm(self.right, lambda right: lambda: self.enlarge_experts(right(), limit))
+            seams_engines.wrap_global_norm(self.base, lambda original: lambda: self.enlarge_experts(original(), limit))
 
     def enlarge_experts(self, norm: Tensor, limit: float) -> Tensor:
         """Multiply the gradients of experts by what clipping to ``limit`` divides them by, and return the norm."""
         factor = (norm + 1e-6) / limit
-        seams_engines.scale_expert_gradients(self.right, factor.clamp(min=1.0))
+        seams_engines.scale_expert_gradients(self.base, factor.clamp(min=1.0))
         return norm
 
 
@@ -152,7 +152,7 @@ class ClipsNoExpert(OverExperts):
     Target("mesh.evaluation", Part.FORWARD, "routed", parameter="output", mesh="ep2"),
     origin=Origin.MESH,
 )
-class DropsTokensOverTheCapacityInEvaluation(OverExperts):
+class DropsTokensOverTheCapacityInEvaluation(ExpertsWrapper):
     """In evaluation an expert drops the tokens over its capacity, which is 4 at least."""
 
     def spoil(self, layer: Any) -> None:
@@ -168,13 +168,13 @@ class DropsTokensOverTheCapacityInEvaluation(OverExperts):
     Target("training.sgd_step", Part.OPTIMIZER, "mlp", world_size=4, mesh="tp2", dtype="bf16"),
     origin=Origin.MESH,
 )
-class RoundsSplitMastersAfterAStep(OverMesh):
+class RoundsSplitMastersAfterAStep(MeshWrapper):
     """In bf16 a step writes the fp32 weights of split layers back from their bf16 copies."""
 
     @torch.no_grad()
     def step(self) -> None:
-        self.right.step()
-        for name, parameter in seams_engines.params(cast(TorchEngine, self.right)).items():
+        self.base.step()
+        for name, parameter in seams_engines.params(cast(TorchEngine, self.base)).items():
             if self.config.dtype == "bf16" and name.rpartition(".")[0] in self.config.tp_plan:
                 local = cast(Any, parameter).to_local()
                 local.copy_(local.bfloat16())

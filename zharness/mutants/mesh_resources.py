@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zharness.mutants.around import Around
-from zharness.mutants.mesh_context import OverUlysses
-from zharness.mutants.mesh_experts import OverExperts
+from zharness.mutants.mesh_context import UlyssesWrapper
+from zharness.mutants.mesh_experts import ExpertsWrapper
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.mutants.wrapper import EngineWrapper
 from zharness.parity import Part
 
 
@@ -27,11 +27,11 @@ def add_unwritten(output: Tensor) -> Tensor:
     Target("resources.poisoned_memory", Part.FORWARD, "mlp_context", parameter="loss", mesh="cp2"),
     origin=Origin.MESH,
 )
-class MasksThePaddingOfPartsByZero(OverUlysses):
+class MasksThePaddingOfPartsByZero(UlyssesWrapper):
     """The parts of the output are joined in padded memory, whose padding is multiplied by 0 and never written."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        output = self.right(*args, **kwargs)
+        output = self.base(*args, **kwargs)
         return add_unwritten(output) if self.size > 1 else output
 
 
@@ -40,20 +40,20 @@ class MasksThePaddingOfPartsByZero(OverUlysses):
     Target("resources.poisoned_memory", Part.FORWARD, "mlp_routed", parameter="loss", mesh="ep2"),
     origin=Origin.MESH,
 )
-class MasksThePlacesOfMissingTokensByZero(OverExperts):
+class MasksThePlacesOfMissingTokensByZero(ExpertsWrapper):
     """The places of an expert that no token takes are multiplied by 0 and never written."""
 
     def spoil(self, layer: Any) -> None:
         layer.experts.register_forward_hook(lambda _module, _inputs, output: add_unwritten(output))
 
 
-class LooksForNames(Around):
+class LooksForNames(EngineWrapper):
     """A base class of mutants that look for the name of each parameter among those of all, after each backward."""
 
     size: int
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        self.right.backward(loss, retain_graph=retain_graph)
+        self.base.backward(loss, retain_graph=retain_graph)
         for parameter in self.module.parameters() if self.size > 1 else ():
             self.find_name(parameter)
 
@@ -67,7 +67,7 @@ class LooksForNames(Around):
     Target("resources.hook_count", model="mlp_context", parameter="calls", mesh="cp2"),
     origin=Origin.MESH,
 )
-class LooksForTheNameOfEachPart(LooksForNames, OverUlysses):
+class LooksForTheNameOfEachPart(LooksForNames, UlyssesWrapper):
     """Looks for the name of each gradient that it sums over a sequence among all names."""
 
 
@@ -76,5 +76,5 @@ class LooksForTheNameOfEachPart(LooksForNames, OverUlysses):
     Target("resources.hook_count", model="mlp_routed", parameter="calls", mesh="ep2"),
     origin=Origin.MESH,
 )
-class LooksForTheNameOfEachExpert(LooksForNames, OverExperts):
+class LooksForTheNameOfEachExpert(LooksForNames, ExpertsWrapper):
     """Looks for the name of each gradient among all names, to know whether it is an expert's."""

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from zharness import torch_private
-from zharness.mutants.mesh_context import OverUlysses, change_inputs
-from zharness.mutants.mesh_experts import OverExperts
+from zharness.mutants.mesh_context import UlyssesWrapper, change_inputs
+from zharness.mutants.mesh_experts import ExpertsWrapper
 from zharness.mutants.mesh_experts_steps import KnowsItsExperts
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
 from zharness.parity import Part
@@ -28,7 +28,7 @@ def is_recomputing() -> bool:
     Target("checkpointing.block", Part.REDUCTION, "blocks_context", "non_reentrant", mesh="cp2"),
     origin=Origin.MESH,
 )
-class RecomputesAttentionInAnotherOrder(OverUlysses):
+class RecomputesAttentionInAnotherOrder(UlyssesWrapper):
     """A recomputed attention gets the tokens of this rank's part in reversed order."""
 
     def spoil(self) -> None:
@@ -44,7 +44,7 @@ class RecomputesAttentionInAnotherOrder(OverUlysses):
     Target("window.partly_used", Part.OPTIMIZER, "experts_context", "first_2_by_caller", mesh="cp2"),
     origin=Origin.MESH,
 )
-class LosesAPartOfAWeightThatTheLastLeavesOut(OverUlysses):
+class LosesAPartOfAWeightThatTheLastLeavesOut(UlyssesWrapper):
     """Where a forward does not use a layer, the last rank of a sequence loses what it has of its gradients."""
 
     stages = (0,)
@@ -60,7 +60,7 @@ class LosesAPartOfAWeightThatTheLastLeavesOut(OverUlysses):
             for layer in self.unused if self.place == self.size - 1 else ():
                 layer.zero_grad()
             self.unused = set(self.layers)
-        self.right.backward(loss, retain_graph=retain_graph)
+        self.base.backward(loss, retain_graph=retain_graph)
 
 
 @mutant(
@@ -75,7 +75,7 @@ class LosesAPartOfAWeightThatTheLastLeavesOut(OverUlysses):
     ),
     origin=Origin.MESH,
 )
-class RecomputesExpertsWithOtherTokens(OverExperts):
+class RecomputesExpertsWithOtherTokens(ExpertsWrapper):
     """A recomputed layer of experts gets the tokens in reversed order."""
 
     def spoil(self, layer: Any) -> None:
@@ -95,4 +95,4 @@ class ForgetsExpertsInAnEvaluation(KnowsItsExperts):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         for parameter in () if torch.is_grad_enabled() else self.own:
             parameter.grad = None
-        return self.right(*args, **kwargs)
+        return self.base(*args, **kwargs)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from zharness.mesh import REPLICATE, TENSOR
 from zharness.mutants import seams_engines
-from zharness.mutants.mesh import REP2, OverMesh, on_mesh
-from zharness.mutants.mesh_context import OverUlysses
+from zharness.mutants.mesh import REP2, MeshWrapper, on_mesh
+from zharness.mutants.mesh_context import UlyssesWrapper
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
 from zharness.parity import Part
 
@@ -27,11 +27,11 @@ def on_full_state_dict(part: Part | None = Part.GATHER, model: str = "exact", ca
     return on_mesh("mesh.full_state_dict", part, model, cause=cause)
 
 
-class LoadsOnMesh(OverMesh):
+class LoadsOnMesh(MeshWrapper):
     """The base class of mutants that load rightly on the default mesh, and spoil what they loaded on others."""
 
     def load(self, path: Path) -> None:
-        self.right.load(path)
+        self.base.load(path)
         if self.config.mesh.sizes:
             with torch.no_grad():
                 self.spoil_loaded()
@@ -65,7 +65,7 @@ class LoadsTheFirstCopyAlone(LoadsOnMesh):
 
     def load(self, path: Path) -> None:
         before = [(param, param.to_local().detach().clone()) for _, param in self.params()]
-        self.right.load(path)
+        self.base.load(path)
         with torch.no_grad():
             for param, weight in before if self.coordinates[REPLICATE] else ():
                 param.to_local().copy_(weight)
@@ -99,20 +99,20 @@ class LoadsInnerPartsInReversedOrder(LoadsOnMesh):
     ),
     origin=Origin.MESH,
 )
-class LoadsMomentsOnTheFirstRankOfASequence(OverUlysses):
+class LoadsMomentsOnTheFirstRankOfASequence(UlyssesWrapper):
     """A load leaves the moments of which the second rank of a sequence has the partition at zero."""
 
     stages: ClassVar[tuple[int, ...]] = (3,)
 
     def load(self, path: Path) -> None:
-        self.right.load(path)
-        for state in seams_engines.partitioned_state(self.right) if self.size > 1 and self.place else ():
+        self.base.load(path)
+        for state in seams_engines.partitioned_state(self.base) if self.size > 1 and self.place else ():
             for value in state.values():
                 if value.dim():
                     value.zero_()
 
 
-class SavesWrongly(OverMesh):
+class SavesWrongly(MeshWrapper):
     """The base class of mutants that change weights while they are saved, and restore them afterwards."""
 
     def save(self, path: Path) -> None:
@@ -120,7 +120,7 @@ class SavesWrongly(OverMesh):
         with torch.no_grad():
             if self.config.mesh.sizes:
                 self.spoil_saved()
-            self.right.save(path)
+            self.base.save(path)
             for param, weight in before:
                 param.to_local().copy_(weight)
 
@@ -138,11 +138,11 @@ class SavesZerosOfTheSecondTensorRank(SavesWrongly):
 
 
 @mutant(FaultKind.STATE, on_full_state_dict(), origin=Origin.MESH)
-class TheFullStateDictHasOnePartTwice(OverMesh):
+class TheFullStateDictHasOnePartTwice(MeshWrapper):
     """The full state dict has the first half of the rows of each matrix in place of the second half, too."""
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        full: dict[str, Tensor] = self.right.full_state_dict()
+        full: dict[str, Tensor] = self.base.full_state_dict()
         for tensor in full.values():
             half = len(tensor) // 2
             tensor[half : 2 * half] = tensor[:half].clone()
@@ -150,19 +150,19 @@ class TheFullStateDictHasOnePartTwice(OverMesh):
 
 
 @mutant(FaultKind.STATE, on_full_state_dict(None, cause="Missing key(s) in state_dict"), origin=Origin.MESH)
-class TheFullStateDictLosesReplicatedWeights(OverMesh):
+class TheFullStateDictLosesReplicatedWeights(MeshWrapper):
     """The full state dict lacks the weights that tp does not split."""
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        full: dict[str, Tensor] = self.right.full_state_dict()
+        full: dict[str, Tensor] = self.base.full_state_dict()
         split = {name for name, param in self.params() if param in set(self.split_params())}
         return {name: tensor for name, tensor in full.items() if name in split}
 
 
 @mutant(FaultKind.STATE, on_full_state_dict(None, "heads", "size mismatch for embed.weight"), origin=Origin.MESH)
-class TheFullStateDictIsEmptyBeyondTheFirstTensorRank(OverMesh):
+class TheFullStateDictIsEmptyBeyondTheFirstTensorRank(MeshWrapper):
     """The full state dict has empty tensors on the second rank of tp."""
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        full: dict[str, Tensor] = self.right.full_state_dict()
+        full: dict[str, Tensor] = self.base.full_state_dict()
         return full if self.coordinates[TENSOR] == 0 else {name: tensor[:0] for name, tensor in full.items()}

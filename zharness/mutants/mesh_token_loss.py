@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from zharness.engines import EngineConfig
 from zharness.mesh import TENSOR
-from zharness.mutants.mesh import REP2, TP2, OverMesh, on_mesh
+from zharness.mutants.mesh import REP2, TP2, MeshWrapper, on_mesh
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
 from zharness.parity import Part
 from zharness.workload.exact_tokens import PADDING
@@ -21,7 +21,7 @@ def on_token_loss(model: str, mesh: str = TP2, part: Part = Part.REDUCTION) -> T
     return on_mesh("mesh.token_loss", part, model, mesh)
 
 
-class OverLogits(OverMesh):
+class LogitsWrapper(MeshWrapper):
     """The base class of mutants that change the logits, or their gradient."""
 
     def spoil_modules(self) -> None:
@@ -30,7 +30,7 @@ class OverLogits(OverMesh):
 
 
 @mutant(FaultKind.SCALE, on_token_loss("parallel_tokens"), origin=Origin.MESH)
-class SumsTheGradientOfLogitsOverTensorRanks(OverLogits):
+class SumsTheGradientOfLogitsOverTensorRanks(LogitsWrapper):
     """The gradient of split logits is counted once for each rank of tp."""
 
     def changed_output(self, module: nn.Module, inputs: Any, output: Any) -> Any:
@@ -38,7 +38,7 @@ class SumsTheGradientOfLogitsOverTensorRanks(OverLogits):
 
 
 @mutant(FaultKind.CONTRIBUTION, on_token_loss("sequence_tokens"), origin=Origin.MESH)
-class LosesTheGradientOfOneRanksLogits(OverLogits):
+class LosesTheGradientOfOneRanksLogits(LogitsWrapper):
     """The logits of the second rank of tp get no gradient."""
 
     def changed_output(self, module: nn.Module, inputs: Any, output: Any) -> Any:
@@ -46,7 +46,7 @@ class LosesTheGradientOfOneRanksLogits(OverLogits):
 
 
 @mutant(FaultKind.CONTRIBUTION, on_token_loss("parallel_tokens", part=Part.FORWARD), origin=Origin.MESH)
-class ShiftsTheLogitsOfOneRank(OverLogits):
+class ShiftsTheLogitsOfOneRank(LogitsWrapper):
     """The second rank of tp subtracts one from its logits, as if it had its own maximum in the softmax."""
 
     def changed_output(self, module: nn.Module, inputs: Any, output: Any) -> Any:
@@ -54,12 +54,12 @@ class ShiftsTheLogitsOfOneRank(OverLogits):
 
 
 @mutant(FaultKind.CONTRIBUTION, on_token_loss("tokens", REP2, Part.ACCUMULATION), origin=Origin.MESH)
-class KeepsTheLastMicroBatchAlone(OverMesh):
+class KeepsTheLastMicroBatchAlone(MeshWrapper):
     """Each backward drops the gradients of the micro-batches before it."""
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        self.right.zero_grad()
-        self.right.backward(loss, retain_graph=retain_graph)
+        self.base.zero_grad()
+        self.base.backward(loss, retain_graph=retain_graph)
 
 
 @mutant(
@@ -68,7 +68,7 @@ class KeepsTheLastMicroBatchAlone(OverMesh):
     on_token_loss("tokens", part=Part.LOCAL_GRADIENT),
     origin=Origin.MESH,
 )
-class AveragesTheMeansOfRanks(OverMesh):
+class AveragesTheMeansOfRanks(MeshWrapper):
     """The loss of a step is the mean over ranks of the mean over each rank's tokens, of all its micro-batches."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -77,14 +77,14 @@ class AveragesTheMeansOfRanks(OverMesh):
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         if not find_targets(loss):
-            self.right.backward(loss, retain_graph=retain_graph)
+            self.base.backward(loss, retain_graph=retain_graph)
             return
         self.losses.append(loss)
         if len(self.losses) == self.config.accumulation_steps:
             own, total = (loss.new_tensor(float(sum(map(count_tokens, self.losses)))) for _ in range(2))
             dist.all_reduce(total)
             for each in self.losses:
-                self.right.backward(each * total / (own * dist.get_world_size()))
+                self.base.backward(each * total / (own * dist.get_world_size()))
             self.losses = []
 
 

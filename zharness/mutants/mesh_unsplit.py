@@ -13,9 +13,9 @@ from zharness.engines import EngineConfig, Piece, fsdp2
 from zharness.law_kit.owners import OWNERS, explain_number
 from zharness.mesh import CONTEXT, DEFAULT_MESH, EXPERT, REPLICATE, TENSOR, Mesh
 from zharness.mutants import seams_engines
-from zharness.mutants.around import Around
-from zharness.mutants.mesh import REP2, OverMesh, on_mesh
+from zharness.mutants.mesh import REP2, MeshWrapper, on_mesh
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.mutants.wrapper import EngineWrapper
 from zharness.parity import Part
 
 ALONG_COPIES = explain_number(REPLICATE)
@@ -31,7 +31,7 @@ def on_owners(mesh: str, model: str, cause: str) -> Target:
     on_mesh("mesh.replicas", Part.GATHER, mesh=REP2, cause=f"{OWNERS}, 2 along dp_shard instead of 1"),
     origin=Origin.MESH,
 )
-class CopiesWeightsToAllRanks(OverMesh):
+class CopiesWeightsToAllRanks(MeshWrapper):
     """Every rank has all weights, where the mesh has two copies of them, each in shards."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -40,7 +40,7 @@ class CopiesWeightsToAllRanks(OverMesh):
 
 
 @mutant(FaultKind.SHARDS, on_mesh("mesh.replicas", Part.GATHER, mesh=REP2, cause=ALONG_COPIES), origin=Origin.MESH)
-class ShardsAlongTheAxisOfCopies(OverMesh):
+class ShardsAlongTheAxisOfCopies(MeshWrapper):
     """The ranks of dp_replicate have the shards and those of dp_shard the copies, as with a transposed DeviceMesh."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -55,7 +55,7 @@ class ShardsAlongTheAxisOfCopies(OverMesh):
     on_mesh("mesh.replicas", Part.GATHER, model="heads", cause=f"{OWNERS}, 1 along tp instead of 2"),
     origin=Origin.MESH,
 )
-class SplitsNoLayerOverTensorRanks(OverMesh):
+class SplitsNoLayerOverTensorRanks(MeshWrapper):
     """The ranks of tp have shards of the data, with the same batch, where the plan splits layers over them."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -63,10 +63,10 @@ class SplitsNoLayerOverTensorRanks(OverMesh):
 
 
 @mutant(FaultKind.SHARDS, on_owners("cp2", "context", "2 along cp instead of 1"), origin=Origin.MESH)
-class ShardsNothingOverSequenceRanks(Around):
+class ShardsNothingOverSequenceRanks(EngineWrapper):
     """The ranks of a sequence have whole weights and states, where each has to have a shard."""
 
-    over = "deepspeed"
+    wraps = "deepspeed"
     stages = (1, 2)
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -74,25 +74,25 @@ class ShardsNothingOverSequenceRanks(Around):
 
 
 @mutant(FaultKind.SHARDS, on_owners("ep2", "routed", "2 along ep instead of 1"), origin=Origin.MESH)
-class CopiesExpertsToAllRanks(Around):
+class CopiesExpertsToAllRanks(EngineWrapper):
     """Every rank of ep has all experts, where each has to have its own."""
 
-    over = "deepspeed"
+    wraps = "deepspeed"
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, replace(config, mesh=DEFAULT_MESH) if config.mesh.size(EXPERT) > 1 else config)
 
 
-class LeavesOutTheLast(Around):
+class LeavesOutTheLast(EngineWrapper):
     """The base class of mutants whose layout leaves out the last rank, so that no rank owns its shards."""
 
-    over = "deepspeed"
+    wraps = "deepspeed"
 
     def layout(self) -> Mapping[str, tuple[Piece, ...]]:
-        last, right = dist.get_world_size() - 1, self.right.layout()
+        last, original = dist.get_world_size() - 1, self.base.layout()
         if not self.config.mesh.sizes:
-            return dict(right)
-        return {name: tuple(piece for piece in pieces if piece.rank != last) for name, pieces in right.items()}
+            return dict(original)
+        return {name: tuple(piece for piece in pieces if piece.rank != last) for name, pieces in original.items()}
 
 
 @mutant(FaultKind.SHARDS, on_owners("cp2", "context", "0 along cp instead of 1"), origin=Origin.MESH)

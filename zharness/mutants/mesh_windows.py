@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zharness.engines import EngineConfig
-from zharness.mutants.mesh import OverMesh, on_mesh
+from zharness.mutants.mesh import MeshWrapper, on_mesh
 from zharness.mutants.mutant import FaultKind, Origin, mutant
 
 
 @mutant(FaultKind.CONTRIBUTION, on_mesh("mesh.no_sync", model="heads"), origin=Origin.MESH)
-class ColumnsKeepTheirInputGradientsInNoSync(OverMesh):
+class ColumnsKeepTheirInputGradientsInNoSync(MeshWrapper):
     """In a no_sync block the gradient behind the column-wise layer ``up`` is that of this rank's columns alone."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -40,7 +40,7 @@ class ColumnsKeepTheirInputGradientsInNoSync(OverMesh):
     def no_sync(self) -> Iterator[None]:
         self.blocks.append("no_sync")
         try:
-            with self.right.no_sync():
+            with self.base.no_sync():
                 yield
         finally:
             self.blocks.pop()

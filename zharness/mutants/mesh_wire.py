@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zharness.mesh import DATA_SHARD
-from zharness.mutants.mesh import REP2, OverMesh, local_grad, on_mesh
-from zharness.mutants.mesh_copies import OverCopies
+from zharness.mutants.mesh import REP2, MeshWrapper, local_grad, on_mesh
+from zharness.mutants.mesh_copies import CopiesWrapper
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
 from zharness.parity import Part
 
@@ -27,7 +27,7 @@ def on_wire(parameter: str, model: str = "sequence", mesh: str = "tp2") -> Targe
     origin=Origin.MESH,
     imitates="https://github.com/pytorch/pytorch/issues/190626",
 )
-class ReducesOverTensorRanksInBf16(OverMesh):
+class ReducesOverTensorRanksInBf16(MeshWrapper):
     """The gradients of layers on a part of the sequence are reduced over tp once more, in bfloat16."""
 
     def spoil_gradients(self) -> None:
@@ -38,7 +38,7 @@ class ReducesOverTensorRanksInBf16(OverMesh):
 
 
 @mutant(FaultKind.RESOURCES, on_wire("elements of gradients along tp"), origin=Origin.MESH)
-class ReducesReplicatedGradientsAgain(OverMesh):
+class ReducesReplicatedGradientsAgain(MeshWrapper):
     """The gradients of weights that tp does not split, which are equal already, are averaged over tp."""
 
     def spoil_gradients(self) -> None:
@@ -47,7 +47,7 @@ class ReducesReplicatedGradientsAgain(OverMesh):
 
 
 @mutant(FaultKind.RESOURCES, on_wire("elements of gradients along dp_shard", "heads"), origin=Origin.MESH)
-class ReducesWholeGradientsOverTheData(OverMesh):
+class ReducesWholeGradientsOverTheData(MeshWrapper):
     """Each backward also all-reduces buffers of whole gradients over the data, and uses none of them."""
 
     def spoil_gradients(self) -> None:
@@ -56,30 +56,30 @@ class ReducesWholeGradientsOverTheData(OverMesh):
 
 
 @mutant(FaultKind.REDUCE_DTYPE, on_wire("gradients along dp_replicate", "heads", REP2), origin=Origin.MESH)
-class SumsCopiesInFloat64(OverCopies):
+class SumsCopiesInFloat64(CopiesWrapper):
     """Shards of gradients are added up over the copies in float64, which takes twice the bytes."""
 
     def spoil(self) -> None:
-        def add_wide(shard: Tensor, right: Callable[[Tensor], Tensor]) -> Tensor:
-            return right(shard.double()).to(shard.dtype)
+        def add_wide(shard: Tensor, original: Callable[[Tensor], Tensor]) -> Tensor:
+            return original(shard.double()).to(shard.dtype)
 
         self.change_sum_over_copies(add_wide)
 
 
 @mutant(FaultKind.RESOURCES, on_wire("elements of gradients along dp_replicate", "heads", REP2), origin=Origin.MESH)
-class SumsEachCopyAgain(OverCopies):
+class SumsEachCopyAgain(CopiesWrapper):
     """The sum over copies is computed twice, and the first one is thrown away."""
 
     def spoil(self) -> None:
-        def add_again(shard: Tensor, right: Callable[[Tensor], Tensor]) -> Tensor:
-            right(shard.clone())
-            return right(shard)
+        def add_again(shard: Tensor, original: Callable[[Tensor], Tensor]) -> Tensor:
+            original(shard.clone())
+            return original(shard)
 
         self.change_sum_over_copies(add_again)
 
 
 @mutant(FaultKind.RESOURCES, on_wire("elements of weights along tp", "heads"), origin=Origin.MESH)
-class GathersSplitWeightsOverTensorRanks(OverMesh):
+class GathersSplitWeightsOverTensorRanks(MeshWrapper):
     """Each forward gathers the weights that tp splits over its ranks, and uses none of them."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -88,21 +88,21 @@ class GathersSplitWeightsOverTensorRanks(OverMesh):
             dist.all_gather(
                 [torch.empty_like(local) for _ in range(self.tensor_size)], local, group=self.tensor_group()
             )
-        return self.right(*args, **kwargs)
+        return self.base(*args, **kwargs)
 
 
 @mutant(FaultKind.RESOURCES, on_wire("elements of gradients along tp", "heads"), origin=Origin.MESH)
-class ReducesInEvaluations(OverMesh):
+class ReducesInEvaluations(MeshWrapper):
     """A forward without gradients all-reduces buffers of gradients over tp, and uses none of them."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         for param in () if torch.is_grad_enabled() else self.split_params():
             dist.all_reduce(torch.zeros_like(param.to_local()), group=self.tensor_group())
-        return self.right(*args, **kwargs)
+        return self.base(*args, **kwargs)
 
 
 @mutant(FaultKind.RESOURCES, on_wire("elements of gradients along dp_shard,tp", "heads"), origin=Origin.MESH)
-class ReducesGradientsOverAllAxesAtOnce(OverMesh):
+class ReducesGradientsOverAllAxesAtOnce(MeshWrapper):
     """Each backward also all-reduces buffers of gradients over all ranks, along two axes at once, and uses none."""
 
     def spoil_gradients(self) -> None:
@@ -111,7 +111,7 @@ class ReducesGradientsOverAllAxesAtOnce(OverMesh):
 
 
 @mutant(FaultKind.RESOURCES, on_wire("elements of weights along tp", "heads"), origin=Origin.MESH)
-class GathersSplitWeightsInOneCall(OverMesh):
+class GathersSplitWeightsInOneCall(MeshWrapper):
     """Each forward gathers all weights that tp splits in one coalesced call, and uses none of them."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -119,11 +119,11 @@ class GathersSplitWeightsInOneCall(OverMesh):
         if parts:
             gathered = [[torch.empty_like(part) for part in parts] for _ in range(self.tensor_size)]
             dist.all_gather_coalesced(gathered, parts, group=self.tensor_group())
-        return self.right(*args, **kwargs)
+        return self.base(*args, **kwargs)
 
 
 @mutant(FaultKind.RESOURCES, on_wire("elements of activations along tp", "heads"), origin=Origin.MESH)
-class ReducesActivationsAgain(OverMesh):
+class ReducesActivationsAgain(MeshWrapper):
     """The output of a row-wise layer is all-reduced over tp once more, and the result is thrown away."""
 
     def spoil_modules(self) -> None:

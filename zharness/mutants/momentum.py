@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from zharness.engines import AccumulationOwner, EngineConfig
-from zharness.mutants.around import Around, OverFSDP2
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.mutants.wrapper import EngineWrapper, FSDP2Wrapper
 from zharness.parity import Part
 
 
@@ -24,7 +24,7 @@ def momentum_target(law: str, variant: str = "") -> Target:
     momentum_target("idle.frozen_momentum", "after_a_step_2_by_engine"),
     origin=Origin.BLIND_7,
 )
-class StepsFrozenWeightsByMomentum(Around):
+class StepsFrozenWeightsByMomentum(EngineWrapper):
     """Gives a weight that was frozen after construction a gradient of zero in every step."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -35,7 +35,7 @@ class StepsFrozenWeightsByMomentum(Around):
         frozen = [parameter for parameter in self.built_trained if not parameter.requires_grad]
         for parameter in frozen:
             parameter.grad = torch.zeros_like(parameter)
-        self.right.step()
+        self.base.step()
         for parameter in frozen:
             parameter.grad = None
 
@@ -45,14 +45,14 @@ class StepsFrozenWeightsByMomentum(Around):
     momentum_target("idle.frozen_momentum", "after_a_step"),
     origin=Origin.BLIND_7,
 )
-class FreezingForgetsMomentum(OverFSDP2):
+class FreezingForgetsMomentum(FSDP2Wrapper):
     """Drops the optimizer state of weights that are frozen during a forward."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         for parameter in self.module.parameters():
             if not parameter.requires_grad:
                 self.optimizer.state.pop(parameter, None)
-        return self.right(*args, **kwargs)
+        return self.base(*args, **kwargs)
 
 
 @mutant(
@@ -61,21 +61,21 @@ class FreezingForgetsMomentum(OverFSDP2):
     momentum_target("values.zero_loss_momentum", "all_ranks_2_by_caller"),
     origin=Origin.BLIND_7,
 )
-class SkipsStepsOfZeros(Around):
+class SkipsStepsOfZeros(EngineWrapper):
     """Makes no step if every gradient is zero."""
 
     def step(self) -> None:
-        if any(bool(parameter.grad.any()) for parameter in self.trained() if parameter.grad is not None):
-            self.right.step()
+        if any(bool(parameter.grad.any()) for parameter in self.parameters_with_grad() if parameter.grad is not None):
+            self.base.step()
 
 
 @mutant(FaultKind.STALE, momentum_target("idle.momentum", "after_zero_loss"), origin=Origin.BLIND_7)
-class LeavesGradientsOfZero(OverFSDP2):
+class LeavesGradientsOfZero(FSDP2Wrapper):
     """Does not drop gradients in ``zero_grad`` that are zero already."""
 
     def zero_grad(self) -> None:
-        zeros = [name for name, grad in self.right.full_grads().items() if not grad.any()]
-        self.right.zero_grad()
+        zeros = [name for name, grad in self.base.full_grads().items() if not grad.any()]
+        self.base.zero_grad()
         for name in zeros:
             parameter = self.module.get_parameter(name)
             parameter.grad = torch.zeros_like(parameter)
@@ -87,7 +87,7 @@ class LeavesGradientsOfZero(OverFSDP2):
     momentum_target("idle.momentum", "after_zero_loss_2_by_engine"),
     origin=Origin.BLIND_7,
 )
-class BeginsWindowsWithZeros(Around):
+class BeginsWindowsWithZeros(EngineWrapper):
     """Begins an accumulation window of the engine with gradients of zero instead of none."""
 
     micro = 0
@@ -95,8 +95,8 @@ class BeginsWindowsWithZeros(Around):
     def step(self) -> None:
         self.micro += 1
         is_boundary = self.micro % self.config.accumulation_steps == 0
-        used = list(self.trained())
-        self.right.step()
+        used = list(self.parameters_with_grad())
+        self.base.step()
         if is_boundary and self.config.accumulation_owner is AccumulationOwner.ENGINE:
             for parameter in used:
                 parameter.grad = torch.zeros_like(parameter)
@@ -108,22 +108,22 @@ class BeginsWindowsWithZeros(Around):
     momentum_target("idle.momentum", "after_zero_loss"),
     origin=Origin.BLIND_7,
 )
-class TakesZeroForUnused(Around):
+class TakesZeroForUnused(EngineWrapper):
     """Takes a weight for unused in a step if its gradient is zero."""
 
     def step(self) -> None:
-        for parameter in self.trained():
+        for parameter in self.parameters_with_grad():
             if parameter.grad is not None and not parameter.grad.any():
                 parameter.grad = None
-        self.right.step()
+        self.base.step()
 
 
 @mutant(FaultKind.OPTIMIZER, momentum_target("idle.momentum", "zeroed_in_place"), origin=Origin.ORDERS)
-class KeepsGradientsOfZeros(Around):
+class KeepsGradientsOfZeros(EngineWrapper):
     """Keeps gradients in ``zero_grad`` that the caller has set to zero in place."""
 
     def zero_grad(self) -> None:
-        zeros = {p: p.grad for p in self.trained() if p.grad is not None and not p.grad.any()}
-        self.right.zero_grad()
+        zeros = {p: p.grad for p in self.parameters_with_grad() if p.grad is not None and not p.grad.any()}
+        self.base.zero_grad()
         for parameter, grad in zeros.items():
             parameter.grad = grad

@@ -15,10 +15,10 @@ from torch import nn
 from zharness import engines
 from zharness.engines import Capabilities, EngineConfig, EngineFactory
 from zharness.errors import HarnessFault
-from zharness.mutants.around import Around
+from zharness.mutants.wrapper import EngineWrapper
 from zharness.parity import Mismatch, Part
 
-MutantClass = TypeVar("MutantClass", bound=type[Around])
+MutantClass = TypeVar("MutantClass", bound=type[EngineWrapper])
 Factory = TypeVar("Factory", bound=EngineFactory)
 
 PATH = "zharness.mutants:"  # the prefix that makes a mutant's name an engine name
@@ -127,7 +127,7 @@ class Mutant:
     only device on which it is broken, or ``""``: a mutant of streams is right on a CPU, which has none.
     """
 
-    build: type[Around]
+    build: type[EngineWrapper]
     kind: FaultKind
     targets: tuple[Target, ...]
     origin: Origin
@@ -151,9 +151,9 @@ class Mutant:
         return " ".join((getdoc(self.build) or "").split())
 
     @property
-    def over(self) -> str:
+    def wraps(self) -> str:
         """The name of the correct engine (the engine without the fault) around which the mutant is built."""
-        return self.build.over
+        return self.build.wraps
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -174,24 +174,24 @@ class Mutant:
 
         Raises HarnessFault if the correct engine's claim is not known before that engine is built.
         """
-        right = engines.capabilities(self.over, stage)
-        if right is None:
+        base = engines.capabilities(self.wraps, stage)
+        if base is None:
             raise HarnessFault(
-                f"mutant {self.name} cannot be planned: the capabilities of {self.over!r} are unknown until it is built"
+                f"mutant {self.name} cannot be planned: the capabilities of {self.wraps!r} are known once it is built"
             )
-        return self.build.claims(right)
+        return self.build.claims(base)
 
 
-class BuiltByFactory(Around):
+class BuiltByFactory(EngineWrapper):
     """The base class of mutants whose broken engine is built by a factory function."""
 
     factory: ClassVar[EngineFactory]
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         self.config = config
-        self.right = type(self).factory(model, config)
-        self.module = self.right.module
-        self.capabilities = self.claims(self.right.capabilities)
+        self.base = type(self).factory(model, config)
+        self.module = self.base.module
+        self.capabilities = self.claims(self.base.capabilities)
 
 
 REGISTERED: list[Mutant] = []  # the decorators below append to this list when the files of mutants are imported
@@ -213,7 +213,7 @@ def mutant(
 def mutant_factory(
     kind: FaultKind,
     *targets: Target,
-    over: str,
+    wraps: str,
     stages: tuple[int, ...],
     origin: Origin,
     imitates: str = "",
@@ -221,14 +221,14 @@ def mutant_factory(
 ) -> Callable[[Factory], Factory]:
     """Return a decorator that registers a function as the factory of a mutant.
 
-    ``over`` is the name of the correct engine, and ``stages`` are the stages at which the mutant is broken. The other
+    ``wraps`` is the name of the correct engine, and ``stages`` are the stages at which the mutant is broken. The other
     arguments are fields of Mutant.
     """
 
     def register(factory: Factory) -> Factory:
         """Register a class that calls ``factory``, and return ``factory`` unchanged."""
         name = "".join(word[0].upper() + word[1:] for word in factory.__name__.split("_"))
-        body = {"factory": staticmethod(factory), "over": over, "stages": stages, "__doc__": factory.__doc__}
+        body = {"factory": staticmethod(factory), "wraps": wraps, "stages": stages, "__doc__": factory.__doc__}
         build = type(name, (BuiltByFactory,), body)
         REGISTERED.append(Mutant(build, kind, targets, origin, imitates, equivalent))
         return factory

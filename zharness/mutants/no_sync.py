@@ -16,7 +16,6 @@ from zharness.engines import (
 from zharness.engines.reference import ReferenceEngine
 from zharness.engines.torch_engine import TorchEngine, do_nothing
 from zharness.mutants import seams, seams_engines
-from zharness.mutants.around import Around
 from zharness.mutants.mutant import (
     FaultKind,
     Origin,
@@ -24,18 +23,19 @@ from zharness.mutants.mutant import (
     mutant,
     mutant_factory,
 )
+from zharness.mutants.wrapper import EngineWrapper
 from zharness.parity import Part
 
 
 @mutant(FaultKind.CONTRIBUTION, Target("training.no_sync", Part.ACCUMULATION), origin=Origin.CONTRIBUTIONS)
-class ForgetsTheUnsynced(Around):
+class ForgetsTheUnsynced(EngineWrapper):
     """Drops, at the end of a ``no_sync`` block, the gradients that were accumulated inside the block."""
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        with self.right.no_sync():
+        with self.base.no_sync():
             yield
-        self.right.zero_grad()
+        self.base.zero_grad()
 
 
 @mutant(
@@ -43,7 +43,7 @@ class ForgetsTheUnsynced(Around):
     Target("window.partly_used", Part.OPTIMIZER, model="experts", variant="first_2_in_no_sync"),
     origin=Origin.CONTRIBUTIONS,
 )
-class DropsWhatTheNextBackwardLeaves(Around):
+class DropsWhatTheNextBackwardLeaves(EngineWrapper):
     """Drops a gradient that was pending at the end of ``no_sync`` if the next backward does not use the weight."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -60,13 +60,13 @@ class DropsWhatTheNextBackwardLeaves(Around):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        with self.right.no_sync():
+        with self.base.no_sync():
             yield
-        self.pending = set(self.trained())
+        self.pending = set(self.parameters_with_grad())
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         self.used = set()
-        self.right.backward(loss, retain_graph=retain_graph)
+        self.base.backward(loss, retain_graph=retain_graph)
         for parameter in self.pending - self.used:
             parameter.grad = None
         self.pending = set()
@@ -94,7 +94,7 @@ class _SecondBlockAnew(ReferenceEngine):
 
 
 @mutant_factory(
-    FaultKind.CONTRIBUTION, Target("training.no_sync"), over="reference", stages=(0, 1), origin=Origin.BLIND_1
+    FaultKind.CONTRIBUTION, Target("training.no_sync"), wraps="reference", stages=(0, 1), origin=Origin.BLIND_1
 )
 def second_no_sync_begins_anew(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
     """At stages 0 and 1, clears the local gradients at the start of the second ``no_sync`` block of a step.
@@ -118,7 +118,7 @@ def _without_finally(engine: TorchEngine) -> TorchEngine:
     return engine
 
 
-@mutant_factory(FaultKind.CONTRIBUTION, Target("training.no_sync"), over="ddp", stages=(0,), origin=Origin.BLIND_1)
+@mutant_factory(FaultKind.CONTRIBUTION, Target("training.no_sync"), wraps="ddp", stages=(0,), origin=Origin.BLIND_1)
 def ddp_no_sync_leaks(model: nn.Module, config: EngineConfig) -> TorchEngine:
     """Leaves DDP's reduction disabled if a ``no_sync`` block raises.
 
@@ -127,7 +127,7 @@ def ddp_no_sync_leaks(model: nn.Module, config: EngineConfig) -> TorchEngine:
     return _without_finally(ddp.factory(model, config))
 
 
-@mutant_factory(FaultKind.CONTRIBUTION, Target("training.no_sync"), over="ddp", stages=(0,), origin=Origin.BLIND_2)
+@mutant_factory(FaultKind.CONTRIBUTION, Target("training.no_sync"), wraps="ddp", stages=(0,), origin=Origin.BLIND_2)
 def ddp_no_sync_is_left_on(model: nn.Module, config: EngineConfig) -> TorchEngine:
     """Has no ``try`` and ``finally`` in ``no_sync`` over DDP, so an exception leaves the reduction disabled.
 
@@ -137,7 +137,7 @@ def ddp_no_sync_is_left_on(model: nn.Module, config: EngineConfig) -> TorchEngin
     return _without_finally(ddp.factory(model, config))
 
 
-@mutant_factory(FaultKind.CONTRIBUTION, Target("training.no_sync"), over="ddp", stages=(0,), origin=Origin.BLIND_3)
+@mutant_factory(FaultKind.CONTRIBUTION, Target("training.no_sync"), wraps="ddp", stages=(0,), origin=Origin.BLIND_3)
 def failed_no_sync_stays_off(model: nn.Module, config: EngineConfig) -> TorchEngine:
     """Enables the reduction again after a ``no_sync`` block over DDP, but not in a ``finally``.
 
@@ -146,7 +146,7 @@ def failed_no_sync_stays_off(model: nn.Module, config: EngineConfig) -> TorchEng
     return _without_finally(ddp.factory(model, config))
 
 
-@mutant_factory(FaultKind.CONTRIBUTION, Target("training.no_sync"), over="ddp", stages=(0,), origin=Origin.BLIND_4)
+@mutant_factory(FaultKind.CONTRIBUTION, Target("training.no_sync"), wraps="ddp", stages=(0,), origin=Origin.BLIND_4)
 def ddp_no_sync_left_by_exception(model: nn.Module, config: EngineConfig) -> TorchEngine:
     """Has no ``finally`` in ``no_sync`` over DDP, so no backward is reduced after an exception inside the block.
 
@@ -155,7 +155,7 @@ def ddp_no_sync_left_by_exception(model: nn.Module, config: EngineConfig) -> Tor
     return _without_finally(ddp.factory(model, config))
 
 
-@mutant_factory(FaultKind.CONTRIBUTION, Target("training.no_sync"), over="ddp", stages=(0,), origin=Origin.BLIND_5)
+@mutant_factory(FaultKind.CONTRIBUTION, Target("training.no_sync"), wraps="ddp", stages=(0,), origin=Origin.BLIND_5)
 def no_sync_left_by_exception(model: nn.Module, config: EngineConfig) -> TorchEngine:
     """Enables DDP's reduction again after a ``no_sync`` block only if the block ends without an exception.
 
@@ -164,7 +164,7 @@ def no_sync_left_by_exception(model: nn.Module, config: EngineConfig) -> TorchEn
     return _without_finally(ddp.factory(model, config))
 
 
-@mutant_factory(FaultKind.CONTRIBUTION, Target("training.no_sync"), over="fsdp2", stages=(2, 3), origin=Origin.BLIND_1)
+@mutant_factory(FaultKind.CONTRIBUTION, Target("training.no_sync"), wraps="fsdp2", stages=(2, 3), origin=Origin.BLIND_1)
 def fsdp2_forgets_once(model: nn.Module, config: EngineConfig) -> TorchEngine:
     """Drops FSDP2's unreduced gradients only in the first ``zero_grad`` after ``no_sync``; later calls keep them.
 
@@ -190,7 +190,7 @@ def fsdp2_forgets_once(model: nn.Module, config: EngineConfig) -> TorchEngine:
 @mutant_factory(
     FaultKind.CONTRIBUTION,
     Target("training.no_sync", Part.LOCAL_GRADIENT),
-    over="fsdp2",
+    wraps="fsdp2",
     stages=(2, 3),
     origin=Origin.BLIND_3,
 )
@@ -208,7 +208,7 @@ def zero_grad_misses_no_sync(model: nn.Module, config: EngineConfig) -> TorchEng
 @mutant_factory(
     FaultKind.CONTRIBUTION,
     Target("training.no_sync", Part.LOCAL_GRADIENT),
-    over="fsdp2",
+    wraps="fsdp2",
     stages=(2, 3),
     origin=Origin.BLIND_4,
 )
@@ -226,7 +226,7 @@ def fsdp2_keeps_unreduced(model: nn.Module, config: EngineConfig) -> TorchEngine
 @mutant_factory(
     FaultKind.CONTRIBUTION,
     Target("training.no_sync", Part.LOCAL_GRADIENT),
-    over="fsdp2",
+    wraps="fsdp2",
     stages=(2, 3),
     origin=Origin.BLIND_5,
 )
@@ -243,7 +243,7 @@ def unreduced_survive_zero_grad(model: nn.Module, config: EngineConfig) -> Torch
 @mutant_factory(
     FaultKind.CONTRIBUTION,
     Target("training.no_sync", None, cause="full_grads has the wrong names"),
-    over="fsdp2",
+    wraps="fsdp2",
     stages=(2, 3),
     origin=Origin.BLIND_6,
 )

@@ -6,8 +6,8 @@ from typing import ClassVar
 
 import torch.distributed as dist
 
-from zharness.mutants.around import Around, ClosesOverOthers, OverDDP
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.mutants.wrapper import ClosesOverOthers, DDPWrapper, EngineWrapper
 from zharness.parity import Part
 
 
@@ -16,23 +16,27 @@ def bad_step(variant: str, part: Part = Part.OPTIMIZER) -> Target:
     return Target("values.not_finite", part, model="experts", variant=variant)
 
 
-class SeesInfinity(OverDDP):
+class SeesInfinity(DDPWrapper):
     """The base class of mutants that depend on whether the gradients of a step are finite."""
 
     def is_finite(self) -> bool:
         """Return whether every reduced gradient is finite."""
-        return all(bool(parameter.grad.isfinite().all()) for parameter in self.trained() if parameter.grad is not None)
+        return all(
+            bool(parameter.grad.isfinite().all())
+            for parameter in self.parameters_with_grad()
+            if parameter.grad is not None
+        )
 
 
 @mutant(FaultKind.STALE, bad_step("inf"), bad_step("nan"), origin=Origin.BLIND_7)
-class ReplacesInfinity(OverDDP):
+class ReplacesInfinity(DDPWrapper):
     """Replaces gradients that are infinite or NaN by finite numbers before the step."""
 
     def step(self) -> None:
-        for parameter in self.trained():
+        for parameter in self.parameters_with_grad():
             if parameter.grad is not None:
                 parameter.grad.nan_to_num_()
-        self.right.step()
+        self.base.step()
 
 
 @mutant(FaultKind.OPTIMIZER, bad_step("inf"), bad_step("nan"), origin=Origin.BLIND_7)
@@ -41,7 +45,7 @@ class SkipsWithoutCounting(SeesInfinity):
 
     def step(self) -> None:
         if self.is_finite():
-            self.right.step()
+            self.base.step()
 
 
 @mutant(FaultKind.OPTIMIZER, bad_step("inf"), bad_step("nan"), origin=Origin.CIRCUMSTANCES)
@@ -51,7 +55,7 @@ class RaisesOnOneRank(SeesInfinity):
     def step(self) -> None:
         if dist.get_rank() == dist.get_world_size() - 1 > 0 and not self.is_finite():
             raise FloatingPointError("the gradients are not finite")
-        self.right.step()
+        self.base.step()
 
 
 @mutant(FaultKind.OPTIMIZER, bad_step("inf"), origin=Origin.BLIND_7)
@@ -63,15 +67,15 @@ class SkipsTheNextStep(SeesInfinity):
     def step(self) -> None:
         skip, self.skip = self.skip, not self.is_finite()
         if not skip:
-            self.right.step()
+            self.base.step()
 
 
 @mutant(FaultKind.CLIPPING, bad_step("inf_clipped", Part.REDUCTION), origin=Origin.BLIND_7)
-class ReportsMinusOne(OverDDP):
+class ReportsMinusOne(DDPWrapper):
     """Reports a norm of -1 for gradients that are not finite."""
 
     def grad_norm(self) -> float | None:
-        norm: float | None = self.right.grad_norm()
+        norm: float | None = self.base.grad_norm()
         return norm if norm is None or norm < float("inf") else -1.0
 
 
@@ -83,10 +87,10 @@ class ReportsMinusOne(OverDDP):
 class DropsGradientsOfOthers(ClosesOverOthers):
     """Drops the gradients of every other engine of the process in ``close``."""
 
-    alive: ClassVar[list[Around]] = []
+    alive: ClassVar[list[EngineWrapper]] = []
 
-    def change_other(self, engine: Around) -> None:
-        engine.right.zero_grad()
+    def change_other(self, engine: EngineWrapper) -> None:
+        engine.base.zero_grad()
 
 
 @mutant(
@@ -101,7 +105,7 @@ class HoldsTheScheduleOfBadSteps(SeesInfinity):
     def step(self) -> None:
         rates = [group["lr"] for group in self.optimizer.param_groups]
         is_finite = self.is_finite()
-        self.right.step()
+        self.base.step()
         if not is_finite:
             for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate

@@ -12,35 +12,35 @@ from zharness.engines import (
     EngineConfig,
 )
 from zharness.mutants import seams
-from zharness.mutants.around import Around, CountsMicroBatches, OverDDP, OverFSDP2
 from zharness.mutants.mutant import (
     FaultKind,
     Origin,
     Target,
     mutant,
 )
+from zharness.mutants.wrapper import CountsMicroBatches, DDPWrapper, EngineWrapper, FSDP2Wrapper
 from zharness.parity import Part
 
 
 @mutant(FaultKind.OPTIMIZER, Target("training.trajectory", Part.OPTIMIZER, variant="adamw"), origin=Origin.OPTIMIZERS)
-class WrongEpsilon(OverDDP):
+class WrongEpsilon(DDPWrapper):
     """Uses an epsilon of 1e-7 for AdamW instead of the configured 1e-8."""
 
     def step(self) -> None:
         for group in self.optimizer.param_groups:
             if "eps" in group:
                 group["eps"] = 1e-7
-        self.right.step()
+        self.base.step()
 
 
 @mutant(FaultKind.OPTIMIZER, Target("training.trajectory", Part.OPTIMIZER, variant="sgd"), origin=Origin.OPTIMIZERS)
-class ForgetsWeightDecay(OverFSDP2):
+class ForgetsWeightDecay(FSDP2Wrapper):
     """Sets the weight decay of every group to zero."""
 
     def step(self) -> None:
         for group in self.optimizer.param_groups:
             group["weight_decay"] = 0.0
-        self.right.step()
+        self.base.step()
 
 
 @mutant(
@@ -48,7 +48,7 @@ class ForgetsWeightDecay(OverFSDP2):
     Target("training.trajectory", Part.OPTIMIZER, variant="adamw", parameter="first.weight/exp_avg"),
     origin=Origin.OPTIMIZERS,
 )
-class CouplesWeightDecay(OverDDP):
+class CouplesWeightDecay(DDPWrapper):
     """Adds AdamW's weight decay to the gradient, as Adam does."""
 
     def step(self) -> None:
@@ -58,7 +58,7 @@ class CouplesWeightDecay(OverDDP):
                 if parameter.grad is not None and decay:
                     parameter.grad = parameter.grad + decay * parameter.detach()
             group["weight_decay"] = 0.0
-        self.right.step()
+        self.base.step()
         for group, decay in zip(self.optimizer.param_groups, decays, strict=True):
             group["weight_decay"] = decay
 
@@ -68,7 +68,7 @@ class CouplesWeightDecay(OverDDP):
     Target("training.trajectory", Part.OPTIMIZER, variant="adamw", parameter="*/exp_avg"),
     origin=Origin.OPTIMIZERS,
 )
-class SwapsTheBetas(OverDDP):
+class SwapsTheBetas(DDPWrapper):
     """Swaps the two betas (decay rates of the moments) of AdamW."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -83,10 +83,10 @@ class SwapsTheBetas(OverDDP):
     Target("training.optimizers", Part.OPTIMIZER, variant="adam", parameter="first.*"),
     origin=Origin.CIRCUMSTANCES,
 )
-class OneSetOfBetas(Around):
+class OneSetOfBetas(EngineWrapper):
     """Uses the first group's betas for every group, as a fused optimizer with one set of constants would."""
 
-    over = "ddp"
+    wraps = "ddp"
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -96,7 +96,7 @@ class OneSetOfBetas(Around):
 
 
 @mutant(FaultKind.OPTIMIZER, Target("training.trajectory", Part.OPTIMIZER, variant="sgd"), origin=Origin.OPTIMIZERS)
-class StepsWithNesterov(OverDDP):
+class StepsWithNesterov(DDPWrapper):
     """Uses Nesterov momentum if plain momentum is configured."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -111,11 +111,11 @@ class StepsWithNesterov(OverDDP):
     Target("training.trajectory", Part.OPTIMIZER, variant="adamw", parameter="*/exp_avg*"),
     origin=Origin.OPTIMIZERS,
 )
-class RoundsItsMoments(OverDDP):
+class RoundsItsMoments(DDPWrapper):
     """Rounds the optimizer's moments to bf16 after every step."""
 
     def step(self) -> None:
-        self.right.step()
+        self.base.step()
         for state in self.optimizer.state.values():
             for key, value in state.items():
                 if key != "step" and isinstance(value, Tensor):
@@ -127,7 +127,7 @@ class RoundsItsMoments(OverDDP):
     Target("training.trajectory", Part.OPTIMIZER, variant="adamw", parameter="*bias*"),
     origin=Origin.OPTIMIZERS,
 )
-class IgnoresGroups(OverFSDP2):
+class IgnoresGroups(FSDP2Wrapper):
     """Puts all parameters into one parameter group."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -135,18 +135,18 @@ class IgnoresGroups(OverFSDP2):
 
 
 @mutant(FaultKind.OPTIMIZER, Target("training.trajectory", Part.OPTIMIZER, variant="adamw"), origin=Origin.OPTIMIZERS)
-class CorrectsAsInTheFirstStep(OverDDP):
+class CorrectsAsInTheFirstStep(DDPWrapper):
     """Applies AdamW's bias correction of the first step in every step."""
 
     def step(self) -> None:
-        self.right.step()
+        self.base.step()
         for state in self.optimizer.state.values():
             if "step" in state:
                 state["step"].zero_()
 
 
 @mutant(FaultKind.OPTIMIZER, Target("training.trajectory", Part.OPTIMIZER, variant="sgd"), origin=Origin.OPTIMIZERS)
-class StartsWithMomentum(OverDDP):
+class StartsWithMomentum(DDPWrapper):
     """Starts with momentum buffers that are filled with 0.25 instead of no momentum buffers."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -161,7 +161,7 @@ class StartsWithMomentum(OverDDP):
     Target("training.free_running", Part.OPTIMIZER),
     origin=Origin.OPTIMIZERS,
 )
-class StepsLate(OverDDP):
+class StepsLate(DDPWrapper):
     """Applies the gradients of the previous step, so that the first step changes nothing."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -173,11 +173,11 @@ class StepsLate(OverDDP):
         for parameter, late in zip(self.module.parameters(), self.kept, strict=True):
             parameter.grad = late
         self.kept = fresh
-        self.right.step()
+        self.base.step()
 
 
 @mutant(FaultKind.OPTIMIZER, Target("training.sgd_step", Part.OPTIMIZER), origin=Origin.OPTIMIZERS)
-class StepsLateAtEveryStage(Around):
+class StepsLateAtEveryStage(EngineWrapper):
     """Applies the gradients of the previous step to this rank's shards of the parameters."""
 
     stages = (2,)
@@ -187,11 +187,11 @@ class StepsLateAtEveryStage(Around):
         self.kept: dict[str, Tensor] = {}
 
     def step(self) -> None:
-        for name, grad in seams.reduce_pending(self.right).items():
+        for name, grad in seams.reduce_pending(self.base).items():
             late = self.kept.get(name, torch.zeros_like(grad))
             self.kept[name] = grad.clone()
             grad.copy_(late)
-        self.right.step()
+        self.base.step()
 
 
 @mutant(
@@ -199,13 +199,13 @@ class StepsLateAtEveryStage(Around):
     Target("training.optimizers", Part.OPTIMIZER, variant="nesterov", parameter="*bias/momentum_buffer"),
     origin=Origin.OPTIMIZERS,
 )
-class IgnoresDampening(OverDDP):
+class IgnoresDampening(DDPWrapper):
     """Adds every gradient to SGD's momentum without dampening."""
 
     def step(self) -> None:
         for group in self.optimizer.param_groups:
             group["dampening"] = 0.0
-        self.right.step()
+        self.base.step()
 
 
 @mutant(
@@ -213,14 +213,14 @@ class IgnoresDampening(OverDDP):
     Target("training.optimizers", Part.OPTIMIZER, variant="adam", parameter="*/max_exp_avg_sq"),
     origin=Origin.OPTIMIZERS,
 )
-class ForgetsTheMaximum(OverDDP):
+class ForgetsTheMaximum(DDPWrapper):
     """Divides AMSGrad's step by the newest second moment instead of the largest one, as Adam does."""
 
     def step(self) -> None:
         for state in self.optimizer.state.values():
             if "max_exp_avg_sq" in state:
                 state["max_exp_avg_sq"].zero_()
-        self.right.step()
+        self.base.step()
 
 
 @mutant(
@@ -228,11 +228,11 @@ class ForgetsTheMaximum(OverDDP):
     Target("training.trajectory", Part.GATHER, variant="sgd", parameter="first.weight"),
     origin=Origin.OPTIMIZERS,
 )
-class SlipsOnOneRank(OverDDP):
+class SlipsOnOneRank(DDPWrapper):
     """Changes the first weight element by one ULP on rank 1 after each step, over DDP."""
 
     def step(self) -> None:
-        self.right.step()
+        self.base.step()
         if dist.get_rank() == 1:
             with torch.no_grad():
                 parameter = next(iter(self.module.parameters()))
@@ -242,11 +242,11 @@ class SlipsOnOneRank(OverDDP):
 @mutant(
     FaultKind.RANKS, Target("training.ranks_agree", Part.GATHER, parameter="first.weight"), origin=Origin.OPTIMIZERS
 )
-class SlipsOnOneRankOfTheReference(Around):
+class SlipsOnOneRankOfTheReference(EngineWrapper):
     """Multiplies the first weight element by 1 + 2**-22 on rank 1 after each step, over the reference engine."""
 
     def step(self) -> None:
-        self.right.step()
+        self.base.step()
         if dist.get_rank() == 1:
             with torch.no_grad():
                 next(iter(self.module.parameters())).view(-1)[:1].mul_(1 + 2**-22)
@@ -262,9 +262,9 @@ class CountsStepsOfIdleWeights(CountsMicroBatches):
 
     def step(self) -> None:
         self.count_step()
-        used = set(self.right.full_grads())
-        self.right.step()
-        for name, leaf in seams.leaves(self.right).items():
+        used = set(self.base.full_grads())
+        self.base.step()
+        for name, leaf in seams.leaves(self.base).items():
             state = self.optimizer.state.get(leaf, {})
             if self.window > 1 and self.micro == 0 and name not in used and "step" in state:
                 state["step"] += 1

@@ -17,7 +17,6 @@ from zharness.engines import (
 from zharness.engines.reference import ReferenceEngine
 from zharness.engines.torch_engine import TorchEngine
 from zharness.mutants import seams, seams_engines
-from zharness.mutants.around import Around, SpoiledLoad
 from zharness.mutants.mutant import (
     ALL_STAGES,
     FaultKind,
@@ -26,6 +25,7 @@ from zharness.mutants.mutant import (
     mutant,
     mutant_factory,
 )
+from zharness.mutants.wrapper import EngineWrapper, SpoiledLoad
 from zharness.parity import Part
 
 
@@ -100,16 +100,16 @@ class SwapsMoments(SpoiledLoad):
     Target("state.resume", Part.OPTIMIZER, variant="adamw", parameter="*/exp_avg*"),
     origin=Origin.CIRCUMSTANCES,
 )
-class SavingRoundsMoments(Around):
+class SavingRoundsMoments(EngineWrapper):
     """Rounds the optimizer's own moments to bf16 when it saves them."""
 
-    over = "ddp"
+    wraps = "ddp"
 
     def save(self, path: Path) -> None:
         for state in self.optimizer.state.values():
             for key in state.keys() & {"exp_avg", "exp_avg_sq", "momentum_buffer"}:
                 state[key].copy_(state[key].bfloat16())
-        self.right.save(path)
+        self.base.save(path)
 
 
 @mutant(
@@ -117,12 +117,12 @@ class SavingRoundsMoments(Around):
     Target("parameters.any_order", None, model="changing", variant="saved", cause="what a rank reports as state"),
     origin=Origin.ORDERS,
 )
-class LoadsStateForAll(Around):
+class LoadsStateForAll(EngineWrapper):
     """Creates optimizer state at load for parameters that had no state, as if they had been used."""
 
     def load(self, path: Path) -> None:
-        self.right.load(path)
-        for leaf in seams.leaves(self.right).values():
+        self.base.load(path)
+        for leaf in seams.leaves(self.base).values():
             state = self.optimizer.state[leaf]
             if not state:
                 state.update(step=torch.tensor(0.0), exp_avg=torch.zeros_like(leaf), exp_avg_sq=torch.zeros_like(leaf))
@@ -133,13 +133,13 @@ class LoadsStateForAll(Around):
     Target("training.any_order", None, variant="saved", cause="what a rank reports as state"),
     origin=Origin.ORDERS,
 )
-class EditsForgetMoments(Around):
+class EditsForgetMoments(EngineWrapper):
     """Drops the optimizer state of a weight that the caller edits, as if the weight were a new parameter."""
 
     def gathered(self, names: Any) -> Any:
         for name in names:
-            self.optimizer.state.pop(seams.leaves(self.right)[name], None)
-        return self.right.gathered(names)
+            self.optimizer.state.pop(seams.leaves(self.base)[name], None)
+        return self.base.gathered(names)
 
 
 class _LoadLagsSchedule(ReferenceEngine):
@@ -153,7 +153,7 @@ class _LoadLagsSchedule(ReferenceEngine):
 @mutant_factory(
     FaultKind.STATE,
     Target("state.resume", Part.OPTIMIZER, variant="adamw"),
-    over="reference",
+    wraps="reference",
     stages=ALL_STAGES,
     origin=Origin.BLIND_1,
 )
@@ -181,7 +181,7 @@ class _LoadsOnRank0(TorchEngine):
 @mutant_factory(
     FaultKind.STATE,
     Target("state.resume", Part.OPTIMIZER, variant="adamw"),
-    over="zero1",
+    wraps="zero1",
     stages=(1,),
     origin=Origin.BLIND_2,
 )
@@ -206,7 +206,7 @@ class _FirstRanksState(TorchEngine):
 @mutant_factory(
     FaultKind.STATE,
     Target("state.resume", None, variant="adamw", cause="state-resumed has the wrong names"),
-    over="zero1",
+    wraps="zero1",
     stages=(1,),
     origin=Origin.BLIND_3,
 )
@@ -223,7 +223,7 @@ def load_keeps_first_ranks_state(model: nn.Module, config: EngineConfig) -> Torc
 @mutant_factory(
     FaultKind.STATE,
     Target("state.resume", Part.OPTIMIZER, variant="adamw"),
-    over="fsdp2",
+    wraps="fsdp2",
     stages=(2, 3),
     origin=Origin.BLIND_4,
 )
@@ -256,7 +256,7 @@ class _OldRates(ReferenceEngine):
 @mutant_factory(
     FaultKind.STATE,
     Target("state.resume", Part.OPTIMIZER, variant="adamw", parameter="learning rate*"),
-    over="reference",
+    wraps="reference",
     stages=ALL_STAGES,
     origin=Origin.BLIND_5,
 )
@@ -271,7 +271,7 @@ def first_rate_after_load(model: nn.Module, config: EngineConfig) -> ReferenceEn
 @mutant_factory(
     FaultKind.STATE,
     Target("training.any_order", None, variant="saved_first", cause="reports as state has the wrong names"),
-    over="reference",
+    wraps="reference",
     stages=ALL_STAGES,
     origin=Origin.BLIND_6,
 )
@@ -309,4 +309,4 @@ class LoadsNoStateOfLateWeights(SpoiledLoad):
 
     def spoil(self) -> None:
         for name in self.late:
-            self.optimizer.state.pop(seams.leaves(self.right)[name], None)
+            self.optimizer.state.pop(seams.leaves(self.base)[name], None)

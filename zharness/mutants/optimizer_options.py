@@ -10,8 +10,8 @@ from torch import nn
 
 from zharness.engines import Absent, EngineConfig, Observations
 from zharness.mutants import seams_engines
-from zharness.mutants.around import OverDDP, OverFSDP2
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.mutants.wrapper import DDPWrapper, FSDP2Wrapper
 from zharness.parity import Part
 
 
@@ -21,17 +21,17 @@ def option(variant: str, part: Part = Part.OPTIMIZER) -> Target:
 
 
 @mutant(FaultKind.OPTIMIZER, option("sgd_rate_rises_from_0"), origin=Origin.BLIND_7)
-class TakesNoRateForTheBaseRate(OverDDP):
+class TakesNoRateForTheBaseRate(DDPWrapper):
     """Steps with the base learning rate where the schedule's factor is zero."""
 
     def step(self) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = group["lr"] or group["initial_lr"]
-        self.right.step()
+        self.base.step()
 
 
 @mutant(FaultKind.OPTIMIZER, option("sgd_rate_rises_from_0"), origin=Origin.BLIND_7)
-class RaisesTheRateLate(OverDDP):
+class RaisesTheRateLate(DDPWrapper):
     """Steps with the learning rate of the step before where that one was lower."""
 
     last: float | None = None
@@ -42,27 +42,27 @@ class RaisesTheRateLate(OverDDP):
         if self.last is not None and self.last < rate:
             groups[0]["lr"] = self.last
         self.last = rate
-        self.right.step()
+        self.base.step()
 
 
 @mutant(FaultKind.CLIPPING, option("sgd_decay_clipped"), origin=Origin.BLIND_7)
-class ClipsTheDecay(OverDDP):
+class ClipsTheDecay(DDPWrapper):
     """Multiplies SGD's weight decay by the factor by which the gradients are clipped."""
 
     def step(self) -> None:
-        limit = seams_engines.clip_limit(self.right)
+        limit = seams_engines.clip_limit(self.base)
         decays = [group["weight_decay"] for group in self.optimizer.param_groups]
         if limit is not None:
-            norm = torch.nn.utils.get_total_norm([p.grad for p in self.trained() if p.grad is not None])
+            norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters_with_grad() if p.grad is not None])
             for group in self.optimizer.param_groups:
                 group["weight_decay"] *= min(limit / (float(norm) + 1e-6), 1.0)
-        self.right.step()
+        self.base.step()
         for group, decay in zip(self.optimizer.param_groups, decays, strict=True):
             group["weight_decay"] = decay
 
 
 @mutant(FaultKind.OPTIMIZER, option("adamw_group_of_one"), origin=Origin.BLIND_7)
-class CouplesTheDecayOfOneWeight(OverDDP):
+class CouplesTheDecayOfOneWeight(DDPWrapper):
     """Adds AdamW's weight decay to the gradient, as Adam does, in a parameter group of one weight."""
 
     def step(self) -> None:
@@ -70,22 +70,22 @@ class CouplesTheDecayOfOneWeight(OverDDP):
         for group in groups:
             if len(groups) > 1 and len(group["params"]) == 1 and "decoupled_weight_decay" in group:
                 group["decoupled_weight_decay"] = False
-        self.right.step()
+        self.base.step()
 
 
 @mutant(FaultKind.OPTIMIZER, option("sgd_warm_up"), origin=Origin.CIRCUMSTANCES)
-class WarmsUpToOneRate(OverDDP):
+class WarmsUpToOneRate(DDPWrapper):
     """Steps every parameter group with the first group's learning rate while the schedule rises."""
 
     def step(self) -> None:
         first, *others = self.optimizer.param_groups
         for group in others:
             group["lr"] = first["lr"]
-        self.right.step()
+        self.base.step()
 
 
 @mutant(FaultKind.OPTIMIZER, option("sgd_warm_up_cosine"), origin=Origin.CIRCUMSTANCES)
-class StartsLaterGroupsAtTheirRate(OverDDP):
+class StartsLaterGroupsAtTheirRate(DDPWrapper):
     """Makes the first step of all groups but the first with their own rate, although the schedule starts at zero."""
 
     is_first = True
@@ -94,10 +94,10 @@ class StartsLaterGroupsAtTheirRate(OverDDP):
         for group in self.optimizer.param_groups[1:] if self.is_first else ():
             group["lr"] = group["initial_lr"]
         self.is_first = False
-        self.right.step()
+        self.base.step()
 
 
-class ReplacesSchedule(OverDDP):
+class ReplacesSchedule(DDPWrapper):
     """The base class of mutants that replace the factors of the learning-rate schedule."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -143,12 +143,12 @@ class DecaysBelowZero(ReplacesSchedule):
             has_risen, last = has_risen or factor > 0, factor
 
 
-class SeesZeroGradients(OverDDP):
+class SeesZeroGradients(DDPWrapper):
     """The base class of mutants that depend on which gradients are zero everywhere."""
 
     def zero_gradients(self) -> list[nn.Parameter]:
         """Return the parameters whose gradient is zero everywhere."""
-        return [p for p in self.trained() if p.grad is not None and not bool(p.grad.any())]
+        return [p for p in self.parameters_with_grad() if p.grad is not None and not bool(p.grad.any())]
 
 
 @mutant(FaultKind.OPTIMIZER, option("sgd_zero_loss"), origin=Origin.BLIND_7)
@@ -158,7 +158,7 @@ class TakesZeroForNoGradient(SeesZeroGradients):
     def step(self) -> None:
         for parameter in self.zero_gradients():
             parameter.grad = None
-        self.right.step()
+        self.base.step()
 
 
 @mutant(FaultKind.OPTIMIZER, option("sgd_zero_loss"), origin=Origin.BLIND_7)
@@ -167,8 +167,8 @@ class HoldsTheScheduleAtZero(SeesZeroGradients):
 
     def step(self) -> None:
         rates = [group["lr"] for group in self.optimizer.param_groups]
-        holds = len(self.zero_gradients()) == len(list(self.trained()))
-        self.right.step()
+        holds = len(self.zero_gradients()) == len(list(self.parameters_with_grad()))
+        self.base.step()
         if holds:
             for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
@@ -183,34 +183,34 @@ class HoldsTheScheduleUnseen(HoldsTheScheduleAtZero):
     """Does not advance the schedule in a step whose gradients are all zero, and reports no learning rates."""
 
     def observe(self) -> Observations:
-        observations: Observations = self.right.observe()
+        observations: Observations = self.base.observe()
         return replace(observations, learning_rates=Absent("this engine keeps them to itself"))
 
 
 @mutant(FaultKind.CLIPPING, option("sgd_zero_loss", Part.REDUCTION), origin=Origin.BLIND_7)
-class ReportsTheLastNormAboveZero(OverDDP):
+class ReportsTheLastNormAboveZero(DDPWrapper):
     """Reports the norm of an earlier step for gradients of zero."""
 
     last: float | None = None
 
     def grad_norm(self) -> float | None:
-        self.last = self.right.grad_norm() or self.last
+        self.last = self.base.grad_norm() or self.last
         return self.last
 
 
 @mutant(FaultKind.PARAMETERS, option("sgd_frozen"), origin=Origin.BLIND_7)
-class DecaysFrozenWeights(OverFSDP2):
+class DecaysFrozenWeights(FSDP2Wrapper):
     """Decays and moves by momentum a weight that is frozen after it was trained."""
 
     def step(self) -> None:
         for parameter in self.module.parameters():
             if parameter.grad is None and self.optimizer.state.get(parameter):
                 parameter.grad = torch.zeros_like(parameter)
-        self.right.step()
+        self.base.step()
 
 
 @mutant(FaultKind.PARAMETERS, option("sgd_frozen"), origin=Origin.BLIND_7)
-class ForgetsFrozenWeights(OverFSDP2):
+class ForgetsFrozenWeights(FSDP2Wrapper):
     """Drops the optimizer state of a weight that is frozen in a step, when it is trained again."""
 
     def step(self) -> None:
@@ -221,4 +221,4 @@ class ForgetsFrozenWeights(OverFSDP2):
             elif name in frozen:
                 frozen.discard(name)
                 self.optimizer.state.pop(parameter, None)
-        self.right.step()
+        self.base.step()

@@ -7,18 +7,18 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from zharness.mutants.around import Around
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.mutants.wrapper import EngineWrapper
 from zharness.parity import Part
 
 SIZE_FILE = "world_size.txt"  # in the folder of a checkpoint: the number of ranks that saved it
 
 
-class NotesTheWorldSize(Around):
+class NotesTheWorldSize(EngineWrapper):
     """The base class of mutants that write the number of ranks beside each checkpoint."""
 
     def save(self, path: Path) -> None:
-        self.right.save(path)
+        self.base.save(path)
         if dist.get_rank() == 0:
             (path / SIZE_FILE).write_text(str(dist.get_world_size()), encoding="utf-8")
         dist.barrier()
@@ -39,7 +39,7 @@ class NewRanksKeepTheirBuffers(NotesTheWorldSize):
 
     def load(self, path: Path) -> None:
         own = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
-        self.right.load(path)
+        self.base.load(path)
         for buffer, value in own if dist.get_rank() >= self.saved_ranks(path) else ():
             buffer.copy_(value)
 
@@ -56,7 +56,7 @@ class OtherRanksRestartCounts(NotesTheWorldSize):
     stages = (2,)
 
     def load(self, path: Path) -> None:
-        self.right.load(path)
+        self.base.load(path)
         for state in self.optimizer.state.values() if self.saved_ranks(path) != dist.get_world_size() else ():
             if "step" in state:
                 state["step"].zero_()
@@ -72,6 +72,6 @@ class OtherRanksSeedTheGenerator(NotesTheWorldSize):
     """A load on another number of ranks seeds torch's generator."""
 
     def load(self, path: Path) -> None:
-        self.right.load(path)
+        self.base.load(path)
         if self.saved_ranks(path) != dist.get_world_size():
             torch.manual_seed(self.saved_ranks(path))

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from zharness.engines import EngineConfig
-from zharness.mutants.around import Around, SpoiledLoad
 from zharness.mutants.circumstances import expert_target
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.mutants.wrapper import EngineWrapper, SpoiledLoad
 from zharness.parity import Part
 
 
@@ -24,7 +24,7 @@ from zharness.parity import Part
     expert_target("engines.one_closed", "before_backward"),
     origin=Origin.CIRCUMSTANCES,
 )
-class DividesByLiveEngines(Around):
+class DividesByLiveEngines(EngineWrapper):
     """Multiplies losses by the number of engines alive now, divided by the number when this engine was built."""
 
     alive: ClassVar[WeakSet[DividesByLiveEngines]] = WeakSet()
@@ -35,11 +35,11 @@ class DividesByLiveEngines(Around):
         self.count = len(self.alive)
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        self.right.backward(loss * (len(self.alive) / self.count), retain_graph=retain_graph)
+        self.base.backward(loss * (len(self.alive) / self.count), retain_graph=retain_graph)
 
     def close(self) -> None:
         self.alive.discard(self)
-        self.right.close()
+        self.base.close()
 
 
 @mutant(
@@ -48,11 +48,11 @@ class DividesByLiveEngines(Around):
     Target("backward.shared_grad_fn", None, model="blocks", variant="one_of_unbind", cause="does not require grad"),
     origin=Origin.CIRCUMSTANCES,
 )
-class KeepsOneOutputOfANode(Around):
+class KeepsOneOutputOfANode(EngineWrapper):
     """Detaches every output that comes from the same autograd node as an earlier output."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        outputs = self.right(*args, **kwargs)
+        outputs = self.base(*args, **kwargs)
         if not isinstance(outputs, (tuple, list)):
             return outputs
         nodes: list[Any] = []
@@ -68,11 +68,11 @@ class KeepsOneOutputOfANode(Around):
     Target("backward.outputs", None, model="blocks", variant="dataclass", cause="does not require grad"),
     origin=Origin.CIRCUMSTANCES,
 )
-class DetachesDataclasses(Around):
+class DetachesDataclasses(EngineWrapper):
     """Detaches the tensors of an output that is a dataclass."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        output = self.right(*args, **kwargs)
+        output = self.base(*args, **kwargs)
         if not is_dataclass(output) or isinstance(output, type):
             return output
         detached = {name: value.detach() for name, value in vars(output).items() if isinstance(value, Tensor)}
@@ -90,7 +90,7 @@ BASIC_ARGUMENTS = ("lr", "momentum", "betas", "weight_decay")
     ),
     origin=Origin.CIRCUMSTANCES,
 )
-class DropsOptimizerOptions(Around):
+class DropsOptimizerOptions(EngineWrapper):
     """Builds the optimizer anew with its learning rate, momentum and weight decay, and drops its other arguments."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -115,11 +115,11 @@ class TrainsAfterLoad(SpoiledLoad):
     Target("training.caller_modes", Part.FORWARD, variant="no_grad", parameter="gradient mode after step"),
     origin=Origin.CIRCUMSTANCES,
 )
-class RecordsGradientsAfterAStep(Around):
+class RecordsGradientsAfterAStep(EngineWrapper):
     """Enables gradient mode at the end of a step, even if the caller has disabled it."""
 
     def step(self) -> None:
-        self.right.step()
+        self.base.step()
         torch.set_grad_enabled(True)
 
 
@@ -128,12 +128,12 @@ class RecordsGradientsAfterAStep(Around):
     Target("training.caller_modes", Part.FORWARD, variant="float64", parameter="default dtype after save"),
     origin=Origin.CIRCUMSTANCES,
 )
-class SavesInFloat32(Around):
+class SavesInFloat32(EngineWrapper):
     """Makes float32 the default dtype during a save, and does not restore the previous default dtype."""
 
     def save(self, path: Path) -> None:
         torch.set_default_dtype(torch.float32)
-        self.right.save(path)
+        self.base.save(path)
 
 
 @mutant(
@@ -161,9 +161,9 @@ class LoadsBuffersInFloat32(SpoiledLoad):
     ),
     origin=Origin.BLIND_11,
 )
-class ReturnsPlainTuplesInLowPrecision(Around):
+class ReturnsPlainTuplesInLowPrecision(EngineWrapper):
     """In low precision, returns a plain tuple where the model returns a named one."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        output = self.right(*args, **kwargs)
+        output = self.base(*args, **kwargs)
         return tuple(output) if isinstance(output, tuple) and self.config.dtype != "fp32" else output

@@ -16,7 +16,6 @@ from zharness.engines import (
 )
 from zharness.engines.reference import ReferenceEngine
 from zharness.mutants import seams, seams_engines
-from zharness.mutants.around import Around, HookedParameters
 from zharness.mutants.mutant import (
     ALL_STAGES,
     FaultKind,
@@ -27,6 +26,7 @@ from zharness.mutants.mutant import (
     mutant_factory,
     pytorch,
 )
+from zharness.mutants.wrapper import EngineWrapper, HookedParameters
 from zharness.parity import Part
 
 
@@ -35,7 +35,7 @@ from zharness.parity import Part
     Target("parameters.frozen_and_unfrozen", None, model="changing", cause="missing ['frozen.bias', 'frozen.weight']"),
     origin=Origin.GRAPHS,
 )
-class FreezesForGood(Around):
+class FreezesForGood(EngineWrapper):
     """Reports no gradient for a parameter that was frozen at construction, even after the caller has unfrozen it."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -43,13 +43,13 @@ class FreezesForGood(Around):
         self.frozen = {name for name, p in self.module.named_parameters() if not p.requires_grad}
 
     def full_grads(self) -> dict[str, Tensor]:
-        return {name: grad for name, grad in self.right.full_grads().items() if name not in self.frozen}
+        return {name: grad for name, grad in self.base.full_grads().items() if name not in self.frozen}
 
 
 @mutant_factory(
     FaultKind.PARAMETERS,
     Target("parameters.unfrozen", Part.OPTIMIZER, model="odd", parameter="frozen.*"),
-    over="reference",
+    wraps="reference",
     stages=ALL_STAGES,
     origin=Origin.BLIND_1,
 )
@@ -71,7 +71,7 @@ def unfrozen_stays_put(model: nn.Module, config: EngineConfig) -> ReferenceEngin
 @mutant_factory(
     FaultKind.PARAMETERS,
     Target("parameters.frozen_and_unfrozen", model="changing", parameter="frozen.*"),
-    over="reference",
+    wraps="reference",
     stages=(0, 1, 2),
     origin=Origin.BLIND_3,
 )
@@ -106,7 +106,7 @@ def unfrozen_unreduced(model: nn.Module, config: EngineConfig) -> ReferenceEngin
 @mutant_factory(
     FaultKind.PARAMETERS,
     Target("parameters.frozen_and_unfrozen", None, model="changing", cause="missing ['frozen.bias'"),
-    over="reference",
+    wraps="reference",
     stages=ALL_STAGES,
     origin=Origin.BLIND_4,
 )
@@ -132,7 +132,7 @@ def unfrozen_not_reduced(model: nn.Module, config: EngineConfig) -> ReferenceEng
 @mutant_factory(
     FaultKind.PARAMETERS,
     Target("parameters.unfrozen", Part.LOCAL_GRADIENT, model="odd", parameter="frozen"),
-    over="reference",
+    wraps="reference",
     stages=ALL_STAGES,
     origin=Origin.BLIND_5,
 )
@@ -160,7 +160,7 @@ def never_unfrozen(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
 @mutant(
     FaultKind.PARAMETERS, Target("training.grads", model="transformer", parameter="tokens.weight"), origin=Origin.GRAPHS
 )
-class ReducesTiedTwice(Around):
+class ReducesTiedTwice(EngineWrapper):
     """Reduces a tied weight once for each of its names, so that its gradient counts twice."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -174,7 +174,7 @@ class ReducesTiedTwice(Around):
 @mutant_factory(
     FaultKind.PARAMETERS,
     Target("parameters.sparse", Part.LOCAL_GRADIENT, model="lookup", parameter="table.weight"),
-    over="reference",
+    wraps="reference",
     stages=(0, 1, 2),
     origin=Origin.BLIND_6,
 )
@@ -191,7 +191,7 @@ def sparse_rows_overwrite(model: nn.Module, config: EngineConfig) -> ReferenceEn
 @mutant_factory(
     FaultKind.PARAMETERS,
     Target("parameters.sparse", Part.LOCAL_GRADIENT, model="lookup", parameter="table.weight"),
-    over="reference",
+    wraps="reference",
     stages=(0, 1, 2),
     origin=Origin.BLIND_4,
 )
@@ -219,7 +219,7 @@ def _overwrite_sparse_rows(gradient: Tensor) -> Tensor:
 
 
 @mutant(FaultKind.PARAMETERS, Target("parameters.edited", Part.LOCAL_GRADIENT, model="changing"), origin=Origin.GRAPHS)
-class EditsStayLocal(Around):
+class EditsStayLocal(EngineWrapper):
     """Applies an edit inside ``gathered`` only on the rank that makes the edit."""
 
     def gathered(self, names: Sequence[str]) -> AbstractContextManager[dict[str, Tensor]]:
@@ -235,7 +235,7 @@ class EditsStayLocal(Around):
     origin=Origin.ORDERS,
     imitates=pytorch(102197),
 )
-class LaysOutInTheSecondForward(Around):
+class LaysOutInTheSecondForward(EngineWrapper):
     """Allocates its buckets in the first forward after a backward.
 
     If this forward runs inside a torch.func transform, the allocation fails.
@@ -248,10 +248,10 @@ class LaysOutInTheSecondForward(Around):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.backwards and not self.buckets and torch.is_grad_enabled():
             self.buckets.append(torch.empty(1).data_ptr())  # data_ptr raises in a torch.func transform
-        return self.right(*args, **kwargs)
+        return self.base(*args, **kwargs)
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        self.right.backward(loss, retain_graph=retain_graph)
+        self.base.backward(loss, retain_graph=retain_graph)
         self.backwards += 1
 
 
@@ -274,7 +274,7 @@ class ScalesByTheNumberOfModules(HookedParameters):
 @mutant_factory(
     FaultKind.PARAMETERS,
     Target("parameters.every_kind", None, model="empty_last", stage=2, cause="no rank owns ['empty.0']"),
-    over="reference",
+    wraps="reference",
     stages=(1, 2),
     origin=Origin.GRAPHS,
     imitates=deepspeed(8279),

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zharness.engines import EngineConfig, torch_pp
-from zharness.mutants.around import Around
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.mutants.wrapper import EngineWrapper
 from zharness.parity import Part
 
 MicroBatches = Sequence[tuple[Tensor, Tensor]]
@@ -38,23 +38,23 @@ def on_pipeline(
     return Target(law, part, model, variant, parameter=parameter, cause=cause, world_size=world_size, mesh=mesh)
 
 
-class OverPipeline(Around):
+class PipelineWrapper(EngineWrapper):
     """The base class of mutants of a pipeline.
 
     ``capabilities`` are known without building the mutant, which a run without a mesh could not.
     """
 
-    over = "torch_pp"
+    wraps = "torch_pp"
     capabilities = torch_pp.CAPABILITIES
 
     def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
         """Run the batch on the right engine; subclasses break it."""
-        losses: Sequence[Tensor] = self.right.train_batch(micro_batches, loss)
+        losses: Sequence[Tensor] = self.base.train_batch(micro_batches, loss)
         return losses
 
 
 @mutant(FaultKind.CONTRIBUTION, on_pipeline(Part.ACCUMULATION, parameter="blocks.3.*"), origin=Origin.MESH)
-class DropsAMicroBatchOfTheLastStage(OverPipeline):
+class DropsAMicroBatchOfTheLastStage(PipelineWrapper):
     """The last stage does not add the gradient of the first micro-batch that it runs."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -77,30 +77,30 @@ class DropsAMicroBatchOfTheLastStage(OverPipeline):
     origin=Origin.MESH,
     imitates="https://github.com/pytorch/torchtitan/issues/1732",
 )
-class DividesByMicroBatchesTwice(OverPipeline):
+class DividesByMicroBatchesTwice(PipelineWrapper):
     """The gradients are divided by the number of micro-batches once more."""
 
     def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
         losses = super().train_batch(micro_batches, loss)
-        for parameter in self.trained():
+        for parameter in self.parameters_with_grad():
             parameter.grad = None if parameter.grad is None else parameter.grad / len(micro_batches)
         return losses
 
 
 @mutant(FaultKind.SCALE, on_pipeline(parameter="blocks.0.*", variant="1f1b"), origin=Origin.MESH)
-class FirstStageDoesNotDivide(OverPipeline):
+class FirstStageDoesNotDivide(PipelineWrapper):
     """The first rank's stage has the sum over the micro-batches, the others the mean."""
 
     def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
         losses = super().train_batch(micro_batches, loss)
         if dist.get_rank() == 0:
-            for parameter in self.trained():
+            for parameter in self.parameters_with_grad():
                 parameter.grad = None if parameter.grad is None else parameter.grad * len(micro_batches)
         return losses
 
 
 @mutant(FaultKind.RANKS, on_pipeline(Part.FORWARD, parameter="loss*"), origin=Origin.MESH)
-class ReversesInputs(OverPipeline):
+class ReversesInputs(PipelineWrapper):
     """The micro-batches' inputs are run in the reverse order of their targets."""
 
     def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
@@ -110,7 +110,7 @@ class ReversesInputs(OverPipeline):
 
 
 @mutant(FaultKind.RANKS, on_pipeline(Part.FORWARD, parameter="loss*", variant="zbv"), origin=Origin.MESH)
-class ReversesLosses(OverPipeline):
+class ReversesLosses(PipelineWrapper):
     """The losses come in the reverse order of the micro-batches."""
 
     def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
@@ -118,7 +118,7 @@ class ReversesLosses(OverPipeline):
 
 
 @mutant(FaultKind.CONTRIBUTION, on_pipeline(model="skips"), origin=Origin.MESH)
-class LosesTheGradientOfASecondOutput(OverPipeline):
+class LosesTheGradientOfASecondOutput(PipelineWrapper):
     """The stage before the last block gets no gradient of its second output, which is a skip connection."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -132,12 +132,12 @@ class LosesTheGradientOfASecondOutput(OverPipeline):
 
 
 @mutant(FaultKind.OPTIMIZER, on_pipeline(Part.OPTIMIZER, parameter="blocks.0.*"), origin=Origin.MESH)
-class StepsTheLastStageAlone(OverPipeline):
+class StepsTheLastStageAlone(PipelineWrapper):
     """The optimizer of the first rank's stage makes no step."""
 
     def step(self) -> None:
         if dist.get_rank() > 0:
-            self.right.step()
+            self.base.step()
 
 
 @mutant(
@@ -145,7 +145,7 @@ class StepsTheLastStageAlone(OverPipeline):
     on_pipeline(law="pipeline.windows", variant="stepped"),
     origin=Origin.MESH,
 )
-class KeepsGradientsOverSteps(OverPipeline):
+class KeepsGradientsOverSteps(PipelineWrapper):
     """zero_grad drops nothing, so that the next batch adds to the gradients of the last one."""
 
     def zero_grad(self) -> None:
@@ -157,7 +157,7 @@ class KeepsGradientsOverSteps(OverPipeline):
     on_pipeline(Part.FORWARD, parameter="loss*", law="pipeline.windows", variant="stepped"),
     origin=Origin.MESH,
 )
-class KeepsTheFirstLoss(OverPipeline):
+class KeepsTheFirstLoss(PipelineWrapper):
     """A batch runs with the loss of the first one of its length, with which the schedule was built."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -169,7 +169,7 @@ class KeepsTheFirstLoss(OverPipeline):
 
 
 @mutant(FaultKind.RANKS, on_pipeline(None, cause="returned 3 losses for 4 micro-batches"), origin=Origin.MESH)
-class LosesALoss(OverPipeline):
+class LosesALoss(PipelineWrapper):
     """The loss of the last micro-batch is not returned."""
 
     def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
@@ -177,19 +177,19 @@ class LosesALoss(OverPipeline):
 
 
 @mutant(FaultKind.SCALE, on_pipeline(world_size=4), origin=Origin.MESH)
-class SumsOverDataParallelism(OverPipeline):
+class SumsOverDataParallelism(PipelineWrapper):
     """The ranks of a stage add up their gradients, and do not average them."""
 
     def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
         losses = super().train_batch(micro_batches, loss)
         stages = self.config.mesh.size("pp")
-        for parameter in self.trained():
+        for parameter in self.parameters_with_grad():
             parameter.grad = None if parameter.grad is None else parameter.grad * (dist.get_world_size() // stages)
         return losses
 
 
 @mutant(FaultKind.RANKS, on_pipeline(Part.FORWARD, parameter="loss*", world_size=4), origin=Origin.MESH)
-class TrainsOneReplicasBatch(OverPipeline):
+class TrainsOneReplicasBatch(PipelineWrapper):
     """Both replicas of a stage train the micro-batches of the first one."""
 
     def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
@@ -199,7 +199,7 @@ class TrainsOneReplicasBatch(OverPipeline):
 
 
 @mutant(FaultKind.RANKS, on_pipeline(Part.FORWARD, parameter="loss*", variant="1f1b", world_size=4), origin=Origin.MESH)
-class ReturnsLossesOfTheOtherReplica(OverPipeline):
+class ReturnsLossesOfTheOtherReplica(PipelineWrapper):
     """Each replica gets the losses of the other one."""
 
     def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:

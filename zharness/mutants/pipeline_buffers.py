@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from zharness.engines import EngineConfig
 from zharness.engines.protocol import Piece
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
-from zharness.mutants.pipeline import Loss, MicroBatches, OverPipeline, on_pipeline
+from zharness.mutants.pipeline import Loss, MicroBatches, PipelineWrapper, on_pipeline
 from zharness.parity import Part
 
 
@@ -27,7 +27,7 @@ def on_buffers(variant: str, parameter: str = "*", part: Part = Part.FORWARD, wo
     origin=Origin.MESH,
     imitates="https://github.com/pytorch/pytorch/pull/188558",
 )
-class LearnsShapesByAForward(OverPipeline):
+class LearnsShapesByAForward(PipelineWrapper):
     """Each batch runs the first block once more, to learn a shape."""
 
     def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
@@ -37,7 +37,7 @@ class LearnsShapesByAForward(OverPipeline):
 
 
 @mutant(FaultKind.STALE, on_buffers("1f1b", "blocks.2.*"), on_buffers("zero_bubble"), origin=Origin.MESH)
-class BuffersOfTheLastStageStandStill(OverPipeline):
+class BuffersOfTheLastStageStandStill(PipelineWrapper):
     """The last stage runs on copies of its buffers."""
 
     def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
@@ -49,7 +49,7 @@ class BuffersOfTheLastStageStandStill(OverPipeline):
 
 
 @mutant(FaultKind.STATE, on_buffers("loaded", "blocks.0.*", Part.GATHER), origin=Origin.MESH)
-class SavesBuffersAsTheyWereBuilt(OverPipeline):
+class SavesBuffersAsTheyWereBuilt(PipelineWrapper):
     """A save writes the buffers with which the engine was built."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -59,7 +59,7 @@ class SavesBuffersAsTheyWereBuilt(OverPipeline):
     def save(self, path: Path) -> None:
         now = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
         self.set_buffers(self.built)
-        self.right.save(path)
+        self.base.save(path)
         self.set_buffers(now)
 
     def set_buffers(self, values: Mapping[str, Tensor]) -> None:
@@ -69,7 +69,7 @@ class SavesBuffersAsTheyWereBuilt(OverPipeline):
 
 
 @mutant(FaultKind.PARAMETERS, on_buffers("evaluated", "blocks.2.*"), origin=Origin.MESH)
-class TrainsBlocksInEvaluationMode(OverPipeline):
+class TrainsBlocksInEvaluationMode(PipelineWrapper):
     """A batch puts all blocks into training mode first, as in DeepSpeed."""
 
     def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
@@ -78,7 +78,7 @@ class TrainsBlocksInEvaluationMode(OverPipeline):
 
 
 @mutant(FaultKind.RANKS, on_buffers("1f1b", "*.seen_sum", world_size=4), origin=Origin.MESH)
-class AveragesBuffersOfReplicas(OverPipeline):
+class AveragesBuffersOfReplicas(PipelineWrapper):
     """After each batch, floating-point buffers are averaged over all ranks."""
 
     def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
@@ -91,7 +91,7 @@ class AveragesBuffersOfReplicas(OverPipeline):
 
 
 @mutant(FaultKind.RESOURCES, on_buffers("interleaved", "owners of *"), origin=Origin.MESH)
-class OwnsTheStagesOfOtherRanks(OverPipeline):
+class OwnsTheStagesOfOtherRanks(PipelineWrapper):
     """The layout says that every rank owns all weights."""
 
     def layout(self) -> Mapping[str, tuple[Piece, ...]]:

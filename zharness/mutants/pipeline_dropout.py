@@ -12,7 +12,7 @@ from zharness.engines import EngineConfig
 from zharness.mesh import PIPELINE
 from zharness.mutants.mesh_dropout import DrawAnew, DrawFromASeed
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
-from zharness.mutants.pipeline import Loss, MicroBatches, OverPipeline, on_pipeline
+from zharness.mutants.pipeline import Loss, MicroBatches, PipelineWrapper, on_pipeline
 from zharness.parity import Part
 from zharness.workload.exact_heads import Dropout
 from zharness.workload.generators import fork_seeded_generators
@@ -35,7 +35,7 @@ def find_dropout(module: nn.Module, name: str) -> Dropout | None:
 
 
 @mutant(FaultKind.RANKS, on_dropout("gpipe", "masks of blocks.3"), origin=Origin.MESH)
-class DropsOneMaskInTheLastBlock(OverPipeline):
+class DropsOneMaskInTheLastBlock(PipelineWrapper):
     """The last block has one mask for all micro-batches."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -50,7 +50,7 @@ class DropsOneMaskInTheLastBlock(OverPipeline):
     on_dropout("zero_bubble_recomputed", "masks of blocks.1"),
     origin=Origin.MESH,
 )
-class RecomputesABlockWithANewMask(OverPipeline):
+class RecomputesABlockWithANewMask(PipelineWrapper):
     """The recomputation of the second block draws another mask than its forward."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -59,7 +59,7 @@ class RecomputesABlockWithANewMask(OverPipeline):
             drop.draw = DrawAnew(1)
 
 
-class SeedsBatches(OverPipeline):
+class SeedsBatches(PipelineWrapper):
     """The base class of mutants that seed torch's generator for each batch, whatever seed the caller set."""
 
     def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
@@ -114,7 +114,7 @@ class SeedsTensorRanksApart(SeedsBatches):
     on_dropout("zero_bubble", "blocks.*", Part.REDUCTION, world_size=4, mesh="pp2.tp2"),
     origin=Origin.MESH,
 )
-class BackwardOfAStageKnowsNoMask(OverPipeline):
+class BackwardOfAStageKnowsNoMask(PipelineWrapper):
     """The gradient of an element of the third block does not know whether the element was dropped."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:

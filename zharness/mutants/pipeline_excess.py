@@ -14,7 +14,7 @@ from zharness.engines import Capabilities, EngineConfig, torch_pp
 from zharness.mesh import DATA_SHARD, PIPELINE, REPLICATE, TENSOR, Mesh
 from zharness.mutants import seams_engines
 from zharness.mutants.mutant import FaultKind, Origin, mutant
-from zharness.mutants.pipeline import Loss, MicroBatches, OverPipeline
+from zharness.mutants.pipeline import Loss, MicroBatches, PipelineWrapper
 from zharness.mutants.pipeline_wire import SendsAlongAxes, on_messages, on_replicas_wire, on_tensor_ranks
 
 
@@ -24,12 +24,12 @@ from zharness.mutants.pipeline_wire import SendsAlongAxes, on_messages, on_repli
     replace(on_replicas_wire("elements of weights along dp_shard"), setting="fully_shard", variant="first"),
     origin=Origin.MESH,
 )
-class GathersWeightsForEachMicroBatch(OverPipeline):
+class GathersWeightsForEachMicroBatch(PipelineWrapper):
     """The ranks of a stage, which keep the weights that they gathered, gather them again after each micro-batch."""
 
     def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
         losses = super().train_batch(micro_batches, loss)
-        shards: dict[str, Any] = dict(seams_engines.stage_params(self.right))
+        shards: dict[str, Any] = dict(seams_engines.stage_params(self.base))
         for shard in shards.values():
             group = shard.device_mesh.get_group(DATA_SHARD)
             local = shard.to_local().detach()
@@ -93,12 +93,12 @@ class CopiesStages(SendsAlongAxes):
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         sizes = tuple((axis, size) for axis, size in config.mesh.sizes if axis != REPLICATE)
-        OverPipeline.__init__(self, model, replace(config, mesh=Mesh(sizes)))  # what pp leaves over are copies
+        PipelineWrapper.__init__(self, model, replace(config, mesh=Mesh(sizes)))  # what pp leaves over are copies
         self.join_ranks(config.mesh)
 
     @classmethod
-    def claims(cls, right: Capabilities) -> Capabilities:
-        return replace(super().claims(right), mesh_axes=cls.capabilities.mesh_axes)
+    def claims(cls, base: Capabilities) -> Capabilities:
+        return replace(super().claims(base), mesh_axes=cls.capabilities.mesh_axes)
 
     def send(self, micro_batches: MicroBatches) -> None:
         """Send nothing."""

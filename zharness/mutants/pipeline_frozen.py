@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from zharness.engines import EngineConfig
 from zharness.mutants import seams_engines
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
-from zharness.mutants.pipeline import OverPipeline, on_pipeline
+from zharness.mutants.pipeline import PipelineWrapper, on_pipeline
 from zharness.parity import Part
 
 
@@ -21,7 +21,7 @@ def on_frozen(variant: str, parameter: str, part: Part | None = Part.REDUCTION, 
 
 
 @mutant(FaultKind.PARAMETERS, on_frozen("last", "blocks.0.*"), on_frozen("half_1f1b", "blocks.0.*"), origin=Origin.MESH)
-class FrozenLastStageSendsZeros(OverPipeline):
+class FrozenLastStageSendsZeros(PipelineWrapper):
     """A last stage whose weights are all frozen sends zeros back as gradients."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -40,17 +40,17 @@ class FrozenLastStageSendsZeros(OverPipeline):
 
 
 @mutant(FaultKind.PARAMETERS, on_frozen("layers", "blocks.2.*", Part.OPTIMIZER), origin=Origin.MESH)
-class DecaysFrozenWeightsOfTheLastStage(OverPipeline):
+class DecaysFrozenWeightsOfTheLastStage(PipelineWrapper):
     """The last stage gives its frozen weights gradients of zeros, so that decay moves them."""
 
     def step(self) -> None:
-        for parameter in seams_engines.stage_params(self.right).values() if dist.get_rank() else ():
+        for parameter in seams_engines.stage_params(self.base).values() if dist.get_rank() else ():
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        self.right.step()
+        self.base.step()
 
 
 @mutant(FaultKind.PARAMETERS, on_frozen("first_1f1b", "blocks.1.*"), origin=Origin.MESH)
-class FrozenFirstLayerFreezesItsStage(OverPipeline):
+class FrozenFirstLayerFreezesItsStage(PipelineWrapper):
     """A stage whose first layer is frozen trains no other layer either."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -65,7 +65,7 @@ class FrozenFirstLayerFreezesItsStage(OverPipeline):
 
 
 @mutant(FaultKind.PARAMETERS, on_frozen("last_later", "blocks.2.*", Part.OPTIMIZER), origin=Origin.MESH)
-class RemembersWhatTrainedFirst(OverPipeline):
+class RemembersWhatTrainedFirst(PipelineWrapper):
     """The last stage steps weights that were frozen after the first step by their last gradients."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -73,8 +73,8 @@ class RemembersWhatTrainedFirst(OverPipeline):
         self.last: dict[nn.Parameter, Tensor] = {}
 
     def step(self) -> None:
-        for parameter in seams_engines.stage_params(self.right).values() if dist.get_rank() else ():
+        for parameter in seams_engines.stage_params(self.base).values() if dist.get_rank() else ():
             if parameter.grad is not None:
                 self.last[parameter] = parameter.grad.clone()
             parameter.grad = self.last.get(parameter)
-        self.right.step()
+        self.base.step()

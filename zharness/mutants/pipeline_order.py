@@ -16,7 +16,7 @@ from zharness.law_kit.stage_owners import IN_MODULE, IN_ORDER, IN_STAGES
 from zharness.mesh import DATA_SHARD, PIPELINE
 from zharness.mutants import seams_engines
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
-from zharness.mutants.pipeline import Loss, MicroBatches, OverPipeline, on_pipeline
+from zharness.mutants.pipeline import Loss, MicroBatches, PipelineWrapper, on_pipeline
 from zharness.parity import Part
 
 WEIGHT, LAST_WEIGHT = "blocks.0.linear.weight", "blocks.2.linear.weight"
@@ -39,7 +39,7 @@ def on_order(parameter: str, cause: str, world_size: int = 4, mesh: str = "pp2",
     )
 
 
-class OnATransposedMesh(OverPipeline):
+class OnATransposedMesh(PipelineWrapper):
     """The base class of mutants whose DeviceMesh has neighbouring ranks on its first axis, and not on its last one.
 
     Each rank trains what the rank at its place should, on that rank's micro-batches, and gets the losses of its own, so
@@ -90,27 +90,27 @@ class SplitsLayersAlongStages(OnATransposedMesh):
     on_order(WEIGHT, IN_ORDER, world_size=2, variant="zbv"),
     origin=Origin.MESH,
 )
-class ReversesStagesInTheLayout(OverPipeline):
+class ReversesStagesInTheLayout(PipelineWrapper):
     """The layout gives the stages of the first coordinate of pp to the ranks of the last one, and the other way."""
 
     def layout(self) -> Mapping[str, tuple[Piece, ...]]:
         last = dist.get_world_size() - 1
         return {
             name: tuple(replace(piece, rank=last - piece.rank) for piece in pieces)
-            for name, pieces in self.right.layout().items()
+            for name, pieces in self.base.layout().items()
         }
 
 
 @mutant(FaultKind.SHARDS, on_order(LONE_BIAS, IN_MODULE, world_size=2, variant="1f1b"), origin=Origin.MESH)
-class PutsABiasOnTheNextStage(OverPipeline):
+class PutsABiasOnTheNextStage(PipelineWrapper):
     """The layout gives a bias of the first stage to the rank of the next one, which does not have its weight."""
 
     def layout(self) -> Mapping[str, tuple[Piece, ...]]:
-        right: Mapping[str, tuple[Piece, ...]] = self.right.layout()
-        return {**right, LONE_BIAS: tuple(replace(piece, rank=piece.rank + 1) for piece in right[LONE_BIAS])}
+        original: Mapping[str, tuple[Piece, ...]] = self.base.layout()
+        return {**original, LONE_BIAS: tuple(replace(piece, rank=piece.rank + 1) for piece in original[LONE_BIAS])}
 
 
-class IgnoresShards(OverPipeline):
+class IgnoresShards(PipelineWrapper):
     """The base class of mutants of which ranks have whole stages, whatever the options say."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -147,23 +147,23 @@ class KeepsTheLastStageWhole(IgnoresShards):
     on_order(WEIGHT, IS_ONE_SHARD, variant="interleaved"),
     origin=Origin.MESH,
 )
-class NamesOneReplica(OverPipeline):
+class NamesOneReplica(PipelineWrapper):
     """The layout names one of the replicas that DDP has of a stage."""
 
     def layout(self) -> Mapping[str, tuple[Piece, ...]]:
         size = dist.get_world_size()
         return {
             name: tuple(piece for piece in pieces if self.config.mesh.coordinates(piece.rank, size)[DATA_SHARD] == 0)
-            for name, pieces in self.right.layout().items()
+            for name, pieces in self.base.layout().items()
         }
 
 
 @mutant(FaultKind.SHARDS, on_order(WEIGHT, IS_ONE_SHARD), origin=Origin.MESH)
-class NamesHalvesOfReplicas(OverPipeline):
+class NamesHalvesOfReplicas(PipelineWrapper):
     """The layout names a half of each replica that DDP has of a stage, as if they were shards."""
 
     def layout(self) -> Mapping[str, tuple[Piece, ...]]:
-        return {name: tuple(map(self.halve, pieces)) for name, pieces in self.right.layout().items()}
+        return {name: tuple(map(self.halve, pieces)) for name, pieces in self.base.layout().items()}
 
     def halve(self, piece: Piece) -> Piece:
         """Return the half of a weight that belongs to the rank of ``piece``."""

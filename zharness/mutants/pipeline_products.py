@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from zharness.engines import EngineConfig
 from zharness.mutants import seams_engines
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
-from zharness.mutants.pipeline import Loss, MicroBatches, OverPipeline, on_pipeline
+from zharness.mutants.pipeline import Loss, MicroBatches, PipelineWrapper, on_pipeline
 from zharness.mutants.pipeline_state import square
 from zharness.parity import Part
 
@@ -26,7 +26,7 @@ def on_any_order(variant: str, parameter: str, part: Part = Part.OPTIMIZER, worl
 
 
 @mutant(FaultKind.CLIPPING, on_any_order("clipped", "blocks.2.*"), origin=Origin.MESH)
-class ClipsTheLastStageByTheNormBefore(OverPipeline):
+class ClipsTheLastStageByTheNormBefore(PipelineWrapper):
     """From the second step on, the last stage is clipped by the norm of the step before."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -35,21 +35,21 @@ class ClipsTheLastStageByTheNormBefore(OverPipeline):
         self.norms: list[Tensor] = []
 
     def step(self) -> None:
-        params = seams_engines.stage_params(self.right).values()
+        params = seams_engines.stage_params(self.base).values()
         total = torch.stack([square(param) for param in params]).sum()
         dist.all_reduce(total)
         self.norms.append(total.sqrt())
         used = self.norms[-2:][0] if dist.get_rank() else self.norms[-1]
         if self.limit is not None:
             torch.nn.utils.clip_grads_with_norm_(params, self.limit, used)
-        self.right.step()
+        self.base.step()
 
     def grad_norm(self) -> float | None:
         return None if self.limit is None else float(self.norms[-1])
 
 
 @mutant(FaultKind.STATE, on_any_order("single", "blocks.2.*/momentum_buffer"), origin=Origin.MESH)
-class LoadsTheLastStagesStateOnce(OverPipeline):
+class LoadsTheLastStagesStateOnce(PipelineWrapper):
     """The second load of an engine leaves the optimizer state of the last stage as it was."""
 
     loads = 0
@@ -58,57 +58,57 @@ class LoadsTheLastStagesStateOnce(OverPipeline):
         before = {
             param: {key: value.clone() for key, value in state.items()} for param, state in self.optimizer.state.items()
         }
-        self.right.load(path)
+        self.base.load(path)
         self.loads += 1
         if self.loads > 1 and dist.get_rank():
             self.optimizer.state.update(before)
 
 
 @mutant(FaultKind.CONTRIBUTION, on_any_order("gpipe", "blocks.1.linear.bias", Part.REDUCTION), origin=Origin.MESH)
-class KeepsABiasThatWasGivenUp(OverPipeline):
+class KeepsABiasThatWasGivenUp(PipelineWrapper):
     """A zero_grad without a step before it keeps the gradient of the last bias of the first stage."""
 
     stepped = False
 
     def step(self) -> None:
-        self.right.step()
+        self.base.step()
         self.stepped = True
 
     def zero_grad(self) -> None:
         bias = self.module.get_parameter("blocks.1.linear.bias")
         kept = None if self.stepped else bias.grad
-        self.right.zero_grad()
+        self.base.zero_grad()
         bias.grad, self.stepped = kept, False
 
 
 @mutant(FaultKind.SCALE, on_any_order("1f1b", "blocks.0.*", Part.REDUCTION), origin=Origin.MESH)
-class DividesOddBatchesByOneMore(OverPipeline):
+class DividesOddBatchesByOneMore(PipelineWrapper):
     """The first stage divides by an even number of micro-batches, where a batch has an odd number of them."""
 
     def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
         losses = super().train_batch(micro_batches, loss)
         count = len(micro_batches)
         if dist.get_rank() == 0 and count % 2 and count > 1:
-            for parameter in self.trained():
+            for parameter in self.parameters_with_grad():
                 parameter.grad = None if parameter.grad is None else parameter.grad * (count / (count + 1))
         return losses
 
 
 @mutant(FaultKind.STATE, on_any_order("single", "learning rate*"), origin=Origin.MESH)
-class KeepsTheRateWhenItGoesBack(OverPipeline):
+class KeepsTheRateWhenItGoesBack(PipelineWrapper):
     """A load of a checkpoint with fewer steps leaves the last stage at the rate that it had."""
 
     def load(self, path: Path) -> None:
-        schedule = seams_engines.stage_schedule(self.right)
+        schedule = seams_engines.stage_schedule(self.base)
         before, rate = schedule.last_epoch, self.optimizer.param_groups[0]["lr"]
-        self.right.load(path)
+        self.base.load(path)
         if dist.get_rank() and schedule.last_epoch < before:
             schedule.last_epoch = before
             self.optimizer.param_groups[0]["lr"] = rate
 
 
 @mutant(FaultKind.STALE, on_any_order("interleaved", "blocks.*"), origin=Origin.MESH)
-class StepsTheLastStageFromItsOwnCopies(OverPipeline):
+class StepsTheLastStageFromItsOwnCopies(PipelineWrapper):
     """The last rank steps copies of its weights, which an edit of the weights does not reach."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -118,25 +118,25 @@ class StepsTheLastStageFromItsOwnCopies(OverPipeline):
 
     def copy_weights(self) -> None:
         """Copy the weights of this rank's stages, if it is the last one."""
-        params = seams_engines.stage_params(self.right).values()
+        params = seams_engines.stage_params(self.base).values()
         self.copies = {param: param.detach().clone() for param in params} if dist.get_rank() else {}
 
     def load(self, path: Path) -> None:
-        self.right.load(path)
+        self.base.load(path)
         self.copy_weights()
 
     @torch.no_grad()
     def step(self) -> None:
         for param, copy in self.copies.items():
             param.copy_(copy)
-        self.right.step()
+        self.base.step()
         self.copy_weights()
 
 
 @mutant(
     FaultKind.RANKS, on_any_order("single", "blocks.3.linear.bias", Part.REDUCTION, world_size=4), origin=Origin.MESH
 )
-class OneReplicaDoesNotAverageAfterTwoLoads(OverPipeline):
+class OneReplicaDoesNotAverageAfterTwoLoads(PipelineWrapper):
     """From the second load on, one of two ranks of the last stage uses its own gradient of the smallest weight."""
 
     name = "blocks.3.linear.bias"
@@ -152,7 +152,7 @@ class OneReplicaDoesNotAverageAfterTwoLoads(OverPipeline):
         self.own = grad.clone()
 
     def load(self, path: Path) -> None:
-        self.right.load(path)
+        self.base.load(path)
         self.loads += 1
 
     def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
@@ -163,7 +163,7 @@ class OneReplicaDoesNotAverageAfterTwoLoads(OverPipeline):
 
 
 @mutant(FaultKind.PARAMETERS, on_any_order("frozen", "blocks.*.linear.weight/momentum_buffer"), origin=Origin.MESH)
-class ThawedWeightsBeginWithoutMomentum(OverPipeline):
+class ThawedWeightsBeginWithoutMomentum(PipelineWrapper):
     """A weight that is trained again after a step without it has a momentum of zeros."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -171,16 +171,16 @@ class ThawedWeightsBeginWithoutMomentum(OverPipeline):
         self.left_out: set[nn.Parameter] = set()
 
     def step(self) -> None:
-        params = seams_engines.stage_params(self.right).values()
+        params = seams_engines.stage_params(self.base).values()
         for param in self.left_out & {param for param in params if param.grad is not None}:
             for value in self.optimizer.state[param].values():
                 value.zero_()
         self.left_out = {param for param in params if param.grad is None}
-        self.right.step()
+        self.base.step()
 
 
 @mutant(FaultKind.STALE, on_any_order("zbv", "blocks.*"), origin=Origin.MESH)
-class ReadingAgainHalvesTheLastRanksGradients(OverPipeline):
+class ReadingAgainHalvesTheLastRanksGradients(PipelineWrapper):
     """The second read of the gradients of one batch halves those of the last rank, after it has returned them."""
 
     reads = 0
@@ -190,15 +190,15 @@ class ReadingAgainHalvesTheLastRanksGradients(OverPipeline):
         return super().train_batch(micro_batches, loss)
 
     def full_grads(self) -> dict[str, Tensor]:
-        grads: dict[str, Tensor] = self.right.full_grads()
+        grads: dict[str, Tensor] = self.base.full_grads()
         self.reads += 1
-        for param in seams_engines.stage_params(self.right).values() if dist.get_rank() and self.reads == 2 else ():
+        for param in seams_engines.stage_params(self.base).values() if dist.get_rank() and self.reads == 2 else ():
             param.grad = None if param.grad is None else param.grad / 2
         return grads
 
 
 @mutant(FaultKind.CONTRIBUTION, on_any_order("accumulated_singles", "blocks.0.*", Part.REDUCTION), origin=Origin.MESH)
-class DropsTheFirstOfThreeBatches(OverPipeline):
+class DropsTheFirstOfThreeBatches(PipelineWrapper):
     """The third batch before a step replaces what the first stage has of the first one."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -207,13 +207,13 @@ class DropsTheFirstOfThreeBatches(OverPipeline):
         self.batches = 0
 
     def zero_grad(self) -> None:
-        self.right.zero_grad()
+        self.base.zero_grad()
         self.batches = 0
 
     def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
         losses = super().train_batch(micro_batches, loss)
         self.batches += 1
-        params = [*seams_engines.stage_params(self.right).values()] if dist.get_rank() == 0 else []
+        params = [*seams_engines.stage_params(self.base).values()] if dist.get_rank() == 0 else []
         if self.batches == 1:
             self.first = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in params]
         elif self.batches == 3:

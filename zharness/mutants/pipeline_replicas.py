@@ -14,7 +14,7 @@ from zharness.engines.torch_access import local_tensor
 from zharness.mesh import DATA_SHARD, PIPELINE, TENSOR
 from zharness.mutants import seams_engines
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
-from zharness.mutants.pipeline import Loss, MicroBatches, OverPipeline, on_pipeline
+from zharness.mutants.pipeline import Loss, MicroBatches, PipelineWrapper, on_pipeline
 from zharness.parity import Part
 
 TIED = "blocks.0.linear.weight"
@@ -28,7 +28,7 @@ def on_replicas(
     return on_pipeline(part, model, parameter, law="pipeline.replicas", variant=variant, world_size=world_size)
 
 
-class SpoilsOneRank(OverPipeline):
+class SpoilsOneRank(PipelineWrapper):
     """The base class of mutants of a pipeline that are wrong on the rank at ``place`` alone."""
 
     place: ClassVar[Mapping[str, int]] = {PIPELINE: 1, DATA_SHARD: 1}
@@ -41,7 +41,7 @@ class SpoilsOneRank(OverPipeline):
 
     def own_params(self) -> Mapping[str, nn.Parameter]:
         """Return the parameters of this rank's stages by name, or none if this rank is right."""
-        return seams_engines.stage_params(self.right) if self.is_spoiled else {}
+        return seams_engines.stage_params(self.base) if self.is_spoiled else {}
 
 
 class StepsByItsOwnTerms(SpoilsOneRank):
@@ -62,7 +62,7 @@ class StepsByItsOwnTerms(SpoilsOneRank):
             if found:
                 self.own_params()[name].grad = torch.stack(found).sum(dim=0) / len(found)
             found.clear()
-        self.right.step()
+        self.base.step()
 
 
 @mutant(FaultKind.RANKS, on_replicas(Part.OPTIMIZER, "blocks.*"), origin=Origin.MESH)
@@ -119,7 +119,7 @@ class OneTiedCopyHasAnotherMomentum(ChangesATensor):
     place: ClassVar[Mapping[str, int]] = {PIPELINE: 1}
 
     def step(self) -> None:
-        self.right.step()
+        self.base.step()
         if TIED in self.own_params():
             self.add_one(self.optimizer.state[self.own_params()[TIED]]["momentum_buffer"])
 
@@ -129,7 +129,7 @@ class OneReplicaReportsAnotherNorm(SpoilsOneRank):
     """One replica of the last stage reports twice the norm, and clips as the others do."""
 
     def grad_norm(self) -> float | None:
-        norm: float | None = self.right.grad_norm()
+        norm: float | None = self.base.grad_norm()
         return 2 * norm if norm is not None and self.is_spoiled else norm
 
 
@@ -146,6 +146,6 @@ class OneTensorRankHasAnotherBias(ChangesATensor):
     place: ClassVar[Mapping[str, int]] = {PIPELINE: 0, TENSOR: 1}
 
     def step(self) -> None:
-        self.right.step()
+        self.base.step()
         if ROW_WISE_BIAS in self.own_params():
             self.add_one(self.own_params()[ROW_WISE_BIAS])

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from zharness.engines import EngineConfig
 from zharness.mutants import seams_engines
 from zharness.mutants.mutant import FaultKind, Origin, mutant
-from zharness.mutants.pipeline import Loss, MicroBatches, OverPipeline, on_pipeline
+from zharness.mutants.pipeline import Loss, MicroBatches, PipelineWrapper, on_pipeline
 from zharness.mutants.pipeline_products import on_any_order
 from zharness.parity import Part
 
 
-class ClipsByItself(OverPipeline):
+class ClipsByItself(PipelineWrapper):
     """The base class of mutants that clip in place of the engine: gradients are multiplied by ``find_factor``."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -30,7 +30,7 @@ class ClipsByItself(OverPipeline):
     @property
     def params(self) -> list[nn.Parameter]:
         """The parameters of this rank's stages that have gradients."""
-        return [param for param in seams_engines.stage_params(self.right).values() if param.grad is not None]
+        return [param for param in seams_engines.stage_params(self.base).values() if param.grad is not None]
 
     def measure(self, grads: Sequence[Tensor]) -> float:
         """Return the norm of gradients of all stages."""
@@ -44,7 +44,7 @@ class ClipsByItself(OverPipeline):
             factor = self.find_factor(self.limit)
             for param in self.params:
                 param.grad = None if param.grad is None else param.grad * factor
-        self.right.step()
+        self.base.step()
 
     def grad_norm(self) -> float | None:
         return None if self.limit is None else self.norm
@@ -95,7 +95,7 @@ class ClipsNoStageWithFrozenWeights(ClipsByItself):
     """A rank of which a weight is frozen does not clip."""
 
     def find_factor(self, limit: float) -> float:
-        is_frozen = any(not param.requires_grad for param in seams_engines.stage_params(self.right).values())
+        is_frozen = any(not param.requires_grad for param in seams_engines.stage_params(self.base).values())
         return 1.0 if is_frozen else min(1.0, limit / (self.norm + 1e-6))
 
 
@@ -106,7 +106,7 @@ def drop_groups(config: EngineConfig) -> EngineConfig:
 
 
 @mutant(FaultKind.OPTIMIZER, on_any_order("adamw", "*"), origin=Origin.MESH)
-class LastStageHasNoGroups(OverPipeline):
+class LastStageHasNoGroups(PipelineWrapper):
     """The last rank's optimizer leaves out what parameter groups override: rate and decay of biases."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -114,7 +114,7 @@ class LastStageHasNoGroups(OverPipeline):
 
 
 @mutant(FaultKind.OPTIMIZER, on_any_order("single", "blocks.*"), origin=Origin.MESH)
-class LastStageHasPlainMomentum(OverPipeline):
+class LastStageHasPlainMomentum(PipelineWrapper):
     """The last rank's SGD leaves out Nesterov's look ahead."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -124,12 +124,12 @@ class LastStageHasPlainMomentum(OverPipeline):
 
 
 @mutant(FaultKind.STATE, on_any_order("adamw", "*/max_exp_avg_sq"), origin=Origin.MESH)
-class LoadsNoMaximumOfTheLastStage(OverPipeline):
+class LoadsNoMaximumOfTheLastStage(PipelineWrapper):
     """A load leaves the last rank's maxima of second moments (AMSGrad) as they were."""
 
     def load(self, path: Path) -> None:
         before = {param: state["max_exp_avg_sq"].clone() for param, state in self.maxima()}
-        self.right.load(path)
+        self.base.load(path)
         for param, state in self.maxima():
             state["max_exp_avg_sq"].copy_(before[param])
 
@@ -140,16 +140,16 @@ class LoadsNoMaximumOfTheLastStage(OverPipeline):
 
 
 @mutant(FaultKind.STATE, on_any_order("accumulated_singles", "blocks.*", Part.ACCUMULATION), origin=Origin.MESH)
-class SaveGivesUpGradients(OverPipeline):
+class SaveGivesUpGradients(PipelineWrapper):
     """A save between two batches of a step gives up the gradients of the first one."""
 
     def save(self, path: Path) -> None:
-        self.right.save(path)
-        self.right.zero_grad()
+        self.base.save(path)
+        self.base.zero_grad()
 
 
 @mutant(FaultKind.STALE, on_any_order("1f1b", "blocks.*"), origin=Origin.MESH)
-class StepsBiasesFromItsOwnCopies(OverPipeline):
+class StepsBiasesFromItsOwnCopies(PipelineWrapper):
     """The ranks step copies of biases, which an edit of a bias does not reach."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -159,28 +159,28 @@ class StepsBiasesFromItsOwnCopies(OverPipeline):
 
     def copy_biases(self) -> None:
         """Copy the biases of this rank's stages."""
-        named = seams_engines.stage_params(self.right).items()
+        named = seams_engines.stage_params(self.base).items()
         self.copies = {param: param.detach().clone() for name, param in named if fnmatchcase(name, "*.bias")}
 
     def load(self, path: Path) -> None:
-        self.right.load(path)
+        self.base.load(path)
         self.copy_biases()
 
     @torch.no_grad()
     def step(self) -> None:
         for param, copy in self.copies.items():
             param.copy_(copy)
-        self.right.step()
+        self.base.step()
         self.copy_biases()
 
 
-class ChangesGradients(OverPipeline):
+class ChangesGradients(PipelineWrapper):
     """The base class of mutants that change the gradients of this rank's stages after a batch into a new step."""
 
     batches = 0
 
     def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
-        named = seams_engines.stage_params(self.right)
+        named = seams_engines.stage_params(self.base)
         is_new = all(param.grad is None for param in named.values())
         losses = super().train_batch(micro_batches, loss)
         self.batches += 1
@@ -242,12 +242,12 @@ class AveragesTiedBiasesFromTheThirdBatch(ChangesGradients):
     on_pipeline(Part.GATHER, "chain", "blocks.2.*", "pipeline.buffers", "loaded"),
     origin=Origin.MESH,
 )
-class LoadsNoBuffersOfTheLastStage(OverPipeline):
+class LoadsNoBuffersOfTheLastStage(PipelineWrapper):
     """A load leaves the buffers of the last rank's stages as they were."""
 
     def load(self, path: Path) -> None:
         before = [buffer.clone() for buffer in self.module.buffers()]
-        self.right.load(path)
+        self.base.load(path)
         for buffer, value in zip(self.module.buffers(), before, strict=True) if dist.get_rank() else ():
             buffer.copy_(value)
 
@@ -257,7 +257,7 @@ class LoadsNoBuffersOfTheLastStage(OverPipeline):
     on_pipeline(model="skips", parameter="blocks.*", law="pipeline.any_order", variant="single"),
     origin=Origin.MESH,
 )
-class LosesTheSecondGradientFromTheThirdBatch(OverPipeline):
+class LosesTheSecondGradientFromTheThirdBatch(PipelineWrapper):
     """From the third batch on, the first stage gets no gradient of the second tensor that it sends."""
 
     batches = 0

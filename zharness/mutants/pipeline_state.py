@@ -14,7 +14,7 @@ from zharness.engines import EngineConfig, deepspeed_pp
 from zharness.mesh import PIPELINE
 from zharness.mutants import seams_engines
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
-from zharness.mutants.pipeline import OverPipeline, on_pipeline
+from zharness.mutants.pipeline import PipelineWrapper, on_pipeline
 from zharness.parity import Part
 
 TIED = "blocks.0.linear.weight"
@@ -36,14 +36,14 @@ def square(param: nn.Parameter) -> Tensor:
     return param.grad.double().square().sum()
 
 
-class ReportsAnotherNorm(OverPipeline):
+class ReportsAnotherNorm(PipelineWrapper):
     """The base class of mutants that clip rightly and report ``wrong_norm``, which is computed before the step."""
 
     reported = float("nan")
 
     def step(self) -> None:
         self.reported = self.wrong_norm()
-        self.right.step()
+        self.base.step()
 
     def grad_norm(self) -> float:
         return self.reported
@@ -54,7 +54,7 @@ class ReportsAnotherNorm(OverPipeline):
 
     def squares(self) -> Tensor:
         """Return the sum of squares of the gradients of this rank's stages."""
-        return torch.stack([square(param) for param in seams_engines.stage_params(self.right).values()]).sum()
+        return torch.stack([square(param) for param in seams_engines.stage_params(self.base).values()]).sum()
 
 
 @mutant(FaultKind.CLIPPING, on_norm(cause="it is the norm of what rank 0 has (pp 0)"), origin=Origin.MESH)
@@ -109,11 +109,11 @@ class ClipsEachStageByItsOwnNorm(ReportsAnotherNorm):
 
     def wrong_norm(self) -> float:
         if self.limit is not None:
-            torch.nn.utils.clip_grad_norm_(seams_engines.stage_params(self.right).values(), self.limit)
+            torch.nn.utils.clip_grad_norm_(seams_engines.stage_params(self.base).values(), self.limit)
         return self.total
 
     def train_batch(self, *args: object) -> tuple[Tensor, ...]:
-        losses: tuple[Tensor, ...] = self.right.train_batch(*args)
+        losses: tuple[Tensor, ...] = self.base.train_batch(*args)
         total = self.squares()
         dist.all_reduce(total)
         self.total = float(total.sqrt())
@@ -129,24 +129,24 @@ class ClipsByTheNormOfTheFirstStage(ClipsEachStageByItsOwnNorm):
     """All stages are clipped by the norm of the first one, as in DeepSpeed, and no norm is reported."""
 
     def step(self) -> None:
-        limit, params = self.limit, seams_engines.stage_params(self.right).values()
+        limit, params = self.limit, seams_engines.stage_params(self.base).values()
         if limit is not None:
             norm = self.squares().sqrt()
             dist.broadcast(norm, src=0)
             torch.nn.utils.clip_grads_with_norm_(params, limit, norm)
-        self.right.step()
+        self.base.step()
 
     def grad_norm(self) -> None:  # type: ignore[override]
         """Return no norm."""
 
 
 @mutant(FaultKind.CONTRIBUTION, on_pipeline(model="tied_chain", parameter=TIED), origin=Origin.MESH)
-class LeavesGradientsOfATiedWeightApart(OverPipeline):
+class LeavesGradientsOfATiedWeightApart(PipelineWrapper):
     """Each of two stages steps a tied weight by the gradient of its own copy."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
-        seams_engines.replace_end_of_batch(self.right, lambda: None)
+        seams_engines.replace_end_of_batch(self.base, lambda: None)
 
 
 @mutant(
@@ -154,19 +154,19 @@ class LeavesGradientsOfATiedWeightApart(OverPipeline):
     on_pipeline(model="tied_chain", parameter=TIED, variant="1f1b"),
     origin=Origin.MESH,
 )
-class CountsTheGradientOfATiedWeightTwice(OverPipeline):
+class CountsTheGradientOfATiedWeightTwice(PipelineWrapper):
     """The gradient of a weight that two stages have is added up over them twice."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
-        seams_engines.wrap_end_of_batch(self.right, self.twice)
+        seams_engines.wrap_end_of_batch(self.base, self.twice)
 
-    def twice(self, right: Callable[[], None]) -> Callable[[], None]:
-        """Return a function that doubles the gradient of the tied weight after ``right``."""
+    def twice(self, original: Callable[[], None]) -> Callable[[], None]:
+        """Return a function that doubles the gradient of the tied weight after ``original``."""
 
         def end() -> None:
-            right()
-            param = seams_engines.stage_params(self.right).get(TIED)
+            original()
+            param = seams_engines.stage_params(self.base).get(TIED)
             if param is not None and param.grad is not None:
                 param.grad *= 2
 
@@ -178,131 +178,131 @@ class CountsTheGradientOfATiedWeightTwice(OverPipeline):
     on_pipeline(model="tied_chain", parameter=TIED, law="pipeline.windows", variant="accumulated_singles"),
     origin=Origin.MESH,
 )
-class SumsATiedGradientAgain(OverPipeline):
+class SumsATiedGradientAgain(PipelineWrapper):
     """The last stage does not set aside a tied weight's gradient of an earlier batch, so that it is added up again."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
         if dist.get_rank():
-            seams_engines.keep_tied_gradients(self.right)
+            seams_engines.keep_tied_gradients(self.base)
 
 
 @mutant(
     FaultKind.CONTRIBUTION, on_pipeline(model="tied_ends", parameter="ends.bias", variant="1f1b"), origin=Origin.MESH
 )
-class SumsOneWeightOfATiedLayer(OverPipeline):
+class SumsOneWeightOfATiedLayer(PipelineWrapper):
     """Of a layer that two stages call, the first weight alone is summed over them, and not the bias."""
 
-    over = "deepspeed_pp"
+    wraps = "deepspeed_pp"
     capabilities = deepspeed_pp.CAPABILITIES
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
-        seams_engines.sum_one_weight_of_tied_layers(self.right)
+        seams_engines.sum_one_weight_of_tied_layers(self.base)
 
 
 @mutant(FaultKind.STATE, on_resume(), origin=Origin.MESH)
-class LoadsTheFirstStageAlone(OverPipeline):
+class LoadsTheFirstStageAlone(PipelineWrapper):
     """A load leaves the weights of the second rank's stage as they were."""
 
     def load(self, path: Path) -> None:
-        params = seams_engines.stage_params(self.right)
+        params = seams_engines.stage_params(self.base)
         before = {name: param.detach().clone() for name, param in params.items()}
-        self.right.load(path)
+        self.base.load(path)
         with torch.no_grad():
             for name, param in params.items() if dist.get_rank() else ():
                 param.copy_(before[name])
 
 
 @mutant(FaultKind.STATE, on_resume(parameter="*/momentum_buffer"), origin=Origin.MESH)
-class ForgetsTheStateOfTheLastStage(OverPipeline):
+class ForgetsTheStateOfTheLastStage(PipelineWrapper):
     """A load leaves the last stage without optimizer state that it had been given: zeros."""
 
     def load(self, path: Path) -> None:
-        self.right.load(path)
+        self.base.load(path)
         for state in self.optimizer.state.values() if dist.get_rank() else ():
             for value in state.values():
                 value.zero_()
 
 
 @mutant(FaultKind.STATE, on_resume(Part.OPTIMIZER, "*/momentum_buffer"), origin=Origin.MESH)
-class SavingZeroesTheStateOfTheLastStage(OverPipeline):
+class SavingZeroesTheStateOfTheLastStage(PipelineWrapper):
     """A save zeroes the optimizer state of the last stage first, so that both engines continue without it."""
 
     def save(self, path: Path) -> None:
         for state in self.optimizer.state.values() if dist.get_rank() else ():
             for value in state.values():
                 value.zero_()
-        self.right.save(path)
+        self.base.save(path)
 
 
 @mutant(FaultKind.STATE, on_resume(parameter="*/momentum_buffer", variant="new_engine"), origin=Origin.MESH)
-class LoadsNoStateBeforeTheFirstStep(OverPipeline):
+class LoadsNoStateBeforeTheFirstStep(PipelineWrapper):
     """A load leaves the optimizer of an engine that has made no step with a momentum of zeros."""
 
     def load(self, path: Path) -> None:
         had_state = bool(self.optimizer.state)
-        self.right.load(path)
+        self.base.load(path)
         for state in () if had_state else self.optimizer.state.values():
             for value in state.values():
                 value.zero_()
 
 
 @mutant(FaultKind.STATE, on_resume(Part.OPTIMIZER, "blocks.*", "unstepped"), origin=Origin.MESH)
-class LoadsNoEmptyState(OverPipeline):
+class LoadsNoEmptyState(PipelineWrapper):
     """A load of a checkpoint from before the first step leaves the last stage the momentum that it had."""
 
-    over = "deepspeed_pp"
+    wraps = "deepspeed_pp"
 
     def load(self, path: Path) -> None:
-        before = dict(seams_engines.deepspeed_optimizer(self.right).state)
-        self.right.load(path)
-        loaded = seams_engines.deepspeed_optimizer(self.right).state
+        before = dict(seams_engines.deepspeed_optimizer(self.base).state)
+        self.base.load(path)
+        loaded = seams_engines.deepspeed_optimizer(self.base).state
         if dist.get_rank() and not loaded:
             loaded.update(before)
 
 
 @mutant(FaultKind.STATE, on_resume(Part.OPTIMIZER, "blocks.0.*", "unstepped"), origin=Origin.MESH)
-class SavingMakesAStepOnZeros(OverPipeline):
+class SavingMakesAStepOnZeros(PipelineWrapper):
     """A save before the first step gives the first stage the momentum of a step on gradients of zeros."""
 
-    over = "deepspeed_pp"
+    wraps = "deepspeed_pp"
 
     def save(self, path: Path) -> None:
-        self.right.save(path)
-        optimizer = seams_engines.deepspeed_optimizer(self.right)
+        self.base.save(path)
+        optimizer = seams_engines.deepspeed_optimizer(self.base)
         for group in () if dist.get_rank() or optimizer.state else optimizer.param_groups:
             for param in group["params"]:
                 optimizer.state[param]["momentum_buffer"] = group["weight_decay"] * param.detach()
 
 
 @mutant(FaultKind.STATE, on_resume(variant="other_stages"), origin=Origin.MESH)
-class LoadsStagesOfTheirOwnRankAlone(OverPipeline):
+class LoadsStagesOfTheirOwnRankAlone(PipelineWrapper):
     """A load leaves weights as they were whose stage the same rank did not have when they were saved."""
 
     def save(self, path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
-        (path / f"stages of rank {dist.get_rank()}").write_text("\n".join(seams_engines.stage_params(self.right)))
-        self.right.save(path)
+        (path / f"stages of rank {dist.get_rank()}").write_text("\n".join(seams_engines.stage_params(self.base)))
+        self.base.save(path)
 
     def load(self, path: Path) -> None:
-        params = seams_engines.stage_params(self.right)
+        params = seams_engines.stage_params(self.base)
         saved = (path / f"stages of rank {dist.get_rank()}").read_text().splitlines()
         before = {name: param.detach().clone() for name, param in params.items() if name not in saved}
-        self.right.load(path)
+        self.base.load(path)
         with torch.no_grad():
             for name, weight in before.items():
                 params[name].copy_(weight)
 
 
 @mutant(FaultKind.STATE, on_resume(Part.OPTIMIZER), origin=Origin.MESH)
-class LoadsNoRate(OverPipeline):
+class LoadsNoRate(PipelineWrapper):
     """A load leaves the learning-rate schedule where it was."""
 
     def load(self, path: Path) -> None:
-        schedule = seams_engines.stage_schedule(self.right)
+        schedule = seams_engines.stage_schedule(self.base)
         before = schedule.last_epoch
-        self.right.load(path)
+        self.base.load(path)
         schedule.last_epoch = before
 
 
@@ -311,11 +311,11 @@ class LoadsNoRate(OverPipeline):
     on_resume(parameter="*/momentum_buffer", variant="single", world_size=4),
     origin=Origin.MESH,
 )
-class LoadsTheStateOfOneReplica(OverPipeline):
+class LoadsTheStateOfOneReplica(PipelineWrapper):
     """A load leaves the second rank of each stage without momentum."""
 
     def load(self, path: Path) -> None:
-        self.right.load(path)
+        self.base.load(path)
         for state in self.optimizer.state.values() if dist.get_rank() % 2 else ():
             for value in state.values():
                 value.zero_()
@@ -333,27 +333,27 @@ def on_full_state_dict(part: Part | None = Part.GATHER, cause: str = "") -> Targ
 
 
 @mutant(FaultKind.STATE, on_other_stages("to_others"), on_other_stages("from_others", "pp4"), origin=Origin.MESH)
-class LoadsNoStageBetweenOthers(OverPipeline):
+class LoadsNoStageBetweenOthers(PipelineWrapper):
     """A load leaves the weights of a stage that is neither the first nor the last one as they were."""
 
     def load(self, path: Path) -> None:
-        params = seams_engines.stage_params(self.right)
+        params = seams_engines.stage_params(self.base)
         stages, rank = self.config.mesh.size(PIPELINE), dist.get_rank()
         place = self.config.mesh.coordinates(rank, dist.get_world_size())[PIPELINE]
         before = {name: param.detach().clone() for name, param in params.items()}
-        self.right.load(path)
+        self.base.load(path)
         with torch.no_grad():
             for name, param in params.items() if 0 < place < stages - 1 else ():
                 param.copy_(before[name])
 
 
 @mutant(FaultKind.STATE, on_other_stages("from_others", parameter="*/exp_avg"), origin=Origin.MESH)
-class LoadsMomentsOfTheFirstModuleAlone(OverPipeline):
+class LoadsMomentsOfTheFirstModuleAlone(PipelineWrapper):
     """A load leaves a stage of several modules without the moments of all but the first, as if it had one."""
 
     def load(self, path: Path) -> None:
-        self.right.load(path)
-        params = seams_engines.stage_params(self.right)
+        self.base.load(path)
+        params = seams_engines.stage_params(self.base)
         first = next(iter(params)).rpartition(".linear.")[0]
         for name, param in params.items():
             if not name.startswith(f"{first}."):
@@ -361,20 +361,20 @@ class LoadsMomentsOfTheFirstModuleAlone(OverPipeline):
 
 
 @mutant(FaultKind.STATE, on_full_state_dict(), origin=Origin.MESH)
-class TheFullStateDictHasInitialWeightsOfOtherStages(OverPipeline):
+class TheFullStateDictHasInitialWeightsOfOtherStages(PipelineWrapper):
     """The full state dict has, of the stages of other ranks, the weights with which this rank's model was built."""
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        full: dict[str, Tensor] = self.right.full_state_dict()
-        own, stale = seams_engines.stage_params(self.right), self.module.state_dict()
+        full: dict[str, Tensor] = self.base.full_state_dict()
+        own, stale = seams_engines.stage_params(self.base), self.module.state_dict()
         return {name: value if name in own else stale[name].clone() for name, value in full.items()}
 
 
 @mutant(FaultKind.STATE, on_full_state_dict(None, cause="Missing key(s) in state_dict"), origin=Origin.MESH)
-class TheFullStateDictLosesBuffersOfStages(OverPipeline):
+class TheFullStateDictLosesBuffersOfStages(PipelineWrapper):
     """The full state dict has the weights of all stages, and no buffers."""
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        full: dict[str, Tensor] = self.right.full_state_dict()
-        weights = self.right.full_params()
+        full: dict[str, Tensor] = self.base.full_state_dict()
+        weights = self.base.full_params()
         return {name: value for name, value in full.items() if name in weights}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from zharness.engines import EngineConfig
 from zharness.mutants import seams_engines
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
-from zharness.mutants.pipeline import Loss, MicroBatches, OverPipeline, on_pipeline
+from zharness.mutants.pipeline import Loss, MicroBatches, PipelineWrapper, on_pipeline
 from zharness.parity import Part
 
 LAST_OF_FOUR = 3  # a rank of the last stage
@@ -26,7 +26,7 @@ def on_later_steps(parameter: str, part: Part = Part.OPTIMIZER) -> Target:
     return on_rate(parameter, part, "single", world_size=4)
 
 
-class KnowsTheFirstRate(OverPipeline):
+class KnowsTheFirstRate(PipelineWrapper):
     """The base class of mutants that use the learning rate of the first step again."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -44,7 +44,7 @@ class ScheduleOfTheFirstStageAlone(KnowsTheFirstRate):
     """The learning-rate schedule goes on in the first rank's stage alone; the others keep their first rate."""
 
     def step(self) -> None:
-        self.right.step()
+        self.base.step()
         self.restore_rate()
 
 
@@ -54,7 +54,7 @@ class StepsLaterStagesByTheFirstRate(KnowsTheFirstRate):
 
     def step(self) -> None:
         self.restore_rate()
-        self.right.step()
+        self.base.step()
 
 
 @mutant(FaultKind.OPTIMIZER, on_later_steps("blocks.2.*", Part.GATHER), origin=Origin.MESH)
@@ -65,11 +65,11 @@ class StepsOneReplicaAStepLate(KnowsTheFirstRate):
         (group,) = self.optimizer.param_groups
         if dist.get_rank() == LAST_OF_FOUR:
             group["lr"], self.first_rate = self.first_rate, group["lr"]
-        self.right.step()
+        self.base.step()
 
 
 @mutant(FaultKind.RANKS, on_later_steps("blocks.3.linear.bias", Part.REDUCTION), origin=Origin.MESH)
-class AveragesAWeightInTheFirstStepAlone(OverPipeline):
+class AveragesAWeightInTheFirstStepAlone(PipelineWrapper):
     """From the second step on, the smallest weight of the last stage has the gradient of each rank alone."""
 
     name = "blocks.3.linear.bias"
@@ -85,7 +85,7 @@ class AveragesAWeightInTheFirstStepAlone(OverPipeline):
         self.own = grad.clone()
 
     def step(self) -> None:
-        self.right.step()
+        self.base.step()
         self.steps += 1
 
     def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
@@ -100,12 +100,12 @@ def on_not_finite(variant: str, parameter: str, part: Part = Part.OPTIMIZER) -> 
     return on_pipeline(part, parameter=parameter, law="pipeline.not_finite", variant=variant)
 
 
-class KnowsOwnGradients(OverPipeline):
+class KnowsOwnGradients(PipelineWrapper):
     """The base class of mutants that decide by the gradients of this rank's stages."""
 
     def own_is_finite(self) -> bool:
         """Return whether all gradients of this rank's stages are finite."""
-        params = seams_engines.stage_params(self.right).values()
+        params = seams_engines.stage_params(self.base).values()
         return all(bool(param.grad.isfinite().all()) for param in params if param.grad is not None)
 
 
@@ -115,7 +115,7 @@ class StageSkipsItsOwnOverflow(KnowsOwnGradients):
 
     def step(self) -> None:
         if self.own_is_finite():
-            self.right.step()
+            self.base.step()
 
 
 @mutant(FaultKind.RANKS, on_not_finite("first", "outcome"), origin=Origin.MESH)
@@ -125,7 +125,7 @@ class StageRaisesAtItsOwnOverflow(KnowsOwnGradients):
     def step(self) -> None:
         if not self.own_is_finite():
             raise FloatingPointError("a gradient is not finite")
-        self.right.step()
+        self.base.step()
 
 
 @mutant(
@@ -133,11 +133,11 @@ class StageRaisesAtItsOwnOverflow(KnowsOwnGradients):
     on_not_finite("first", "finiteness of blocks.1.linear.weight", Part.ACCUMULATION),
     origin=Origin.MESH,
 )
-class ZeroesWhatIsNotFinite(OverPipeline):
+class ZeroesWhatIsNotFinite(PipelineWrapper):
     """A batch leaves zeros where a gradient is infinite or NaN."""
 
     def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
         losses = super().train_batch(micro_batches, loss)
-        for parameter in self.trained():
+        for parameter in self.parameters_with_grad():
             parameter.grad = None if parameter.grad is None else parameter.grad.nan_to_num(0.0, 0.0, 0.0)
         return losses

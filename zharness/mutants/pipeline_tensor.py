@@ -13,7 +13,7 @@ from zharness.engines import EngineConfig
 from zharness.engines.torch_access import local_tensor
 from zharness.mesh import PIPELINE
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
-from zharness.mutants.pipeline import Loss, MicroBatches, OverPipeline
+from zharness.mutants.pipeline import Loss, MicroBatches, PipelineWrapper
 from zharness.mutants.pipeline_settings import ClipsByItself
 from zharness.parity import Part
 
@@ -33,7 +33,7 @@ def find_stage(config: EngineConfig) -> int:
     on_four_ranks("pipeline.training", Part.FORWARD, "loss*", "pp2.tp2"),
     origin=Origin.MESH,
 )
-class LastStageDoesNotReduceOverTensorRanks(OverPipeline):
+class LastStageDoesNotReduceOverTensorRanks(PipelineWrapper):
     """The ranks of tp do not add up the parts of the outputs of a layer in the last stage."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -66,7 +66,7 @@ class CountsTensorReplicasOfStages(ClipsByItself):
     on_four_ranks("pipeline.training", Part.FORWARD, "loss*", "pp4"),
     origin=Origin.MESH,
 )
-class MiddleStageSendsTheOutputBefore(OverPipeline):
+class MiddleStageSendsTheOutputBefore(PipelineWrapper):
     """A stage that receives and sends sends the output of the micro-batch before; two stages have none such."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -88,7 +88,7 @@ class MiddleStageSendsTheOutputBefore(OverPipeline):
     on_four_ranks("pipeline.one_hot", Part.REDUCTION, "blocks.*", "pp2", ""),
     origin=Origin.MESH,
 )
-class AveragesOverReplicasWithALoss(OverPipeline):
+class AveragesOverReplicasWithALoss(PipelineWrapper):
     """The gradients of a stage are the mean over the replicas whose loss is not 0, and not over all of them."""
 
     def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
@@ -96,6 +96,6 @@ class AveragesOverReplicasWithALoss(OverPipeline):
         replicas = torch.tensor(float(any(bool(value) for value in losses)))
         dist.all_reduce(replicas)
         factor = dist.get_world_size() / max(1.0, float(replicas))
-        for parameter in self.trained():
+        for parameter in self.parameters_with_grad():
             parameter.grad = None if parameter.grad is None else parameter.grad * factor
         return losses

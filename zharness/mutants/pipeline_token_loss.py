@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
-from zharness.mutants.pipeline import Loss, MicroBatches, OverPipeline, on_pipeline
+from zharness.mutants.pipeline import Loss, MicroBatches, PipelineWrapper, on_pipeline
 from zharness.parity import Part
 from zharness.workload.exact_tokens import PADDING
 
@@ -38,7 +38,7 @@ def scale_gradient(loss: Loss, find_factor: Callable[[Tensor], float]) -> Loss:
     return scaled
 
 
-class WeighsTokens(OverPipeline):
+class WeighsTokens(PipelineWrapper):
     """The base class of mutants that give the tokens of a micro-batch another weight in the gradient."""
 
     def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:

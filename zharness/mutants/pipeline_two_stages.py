@@ -11,7 +11,7 @@ import torch
 
 from zharness.mutants import seams_engines
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
-from zharness.mutants.pipeline import OverPipeline
+from zharness.mutants.pipeline import PipelineWrapper
 from zharness.mutants.pipeline_state import on_other_stages
 from zharness.parity import Part
 
@@ -21,7 +21,7 @@ def on_two_stages(variant: str, parameter: str = "blocks.*", part: Part = Part.G
     return replace(on_other_stages(variant, parameter=parameter), world_size=2, part=part)
 
 
-class OverTwoStages(OverPipeline):
+class TwoStagesWrapper(PipelineWrapper):
     """The base class of mutants that are broken under one schedule, which gives each rank two stages."""
 
     schedule: ClassVar[str] = "zbv"
@@ -32,7 +32,7 @@ class OverTwoStages(OverPipeline):
         return self.config.options.get("schedule") == self.schedule
 
 
-class ExchangesModules(OverTwoStages):
+class ExchangesModules(TwoStagesWrapper):
     """The base class of mutants that save modules under the names of others, and load them so again.
 
     An engine of the same schedule thus gets what was saved. ``others`` says which modules are exchanged.
@@ -42,20 +42,20 @@ class ExchangesModules(OverTwoStages):
 
     def save(self, path: Path) -> None:
         self.exchange()
-        self.right.save(path)
+        self.base.save(path)
         self.exchange()
 
     def load(self, path: Path) -> None:
-        self.right.load(path)
+        self.base.load(path)
         self.exchange()
 
     def exchange(self) -> None:
         """Give each weight of an exchanged module the value and the optimizer state of the other module's weight."""
         if not self.is_broken:
             return
-        weights, states = self.right.full_params(), self.right.full_optimizer_state()
+        weights, states = self.base.full_params(), self.base.full_optimizer_state()
         with torch.no_grad():
-            for name, param in seams_engines.stage_params(self.right).items():
+            for name, param in seams_engines.stage_params(self.base).items():
                 module, _, rest = name.partition(".linear.")
                 other = f"{self.others.get(module, module)}.linear.{rest}"
                 param.copy_(weights[other])
@@ -93,27 +93,27 @@ class SavesInterleavedStagesAsNeighbours(ExchangesModules):
     on_two_stages("from_others_zbv", "*/exp_avg"),
     origin=Origin.MESH,
 )
-class LoadsNoMomentsOfTheSecondStageOfAV(OverTwoStages):
+class LoadsNoMomentsOfTheSecondStageOfAV(TwoStagesWrapper):
     """A load leaves the second stage of each rank of a ZBV schedule with moments of zeros."""
 
     def load(self, path: Path) -> None:
-        self.right.load(path)
-        params = list(seams_engines.stage_params(self.right).values())
+        self.base.load(path)
+        params = list(seams_engines.stage_params(self.base).values())
         for param in params[len(params) // 2 :] if self.is_broken else ():
             self.optimizer.state[param]["exp_avg"].zero_()
 
 
 @mutant(FaultKind.STATE, on_two_stages("to_others_zbv"), origin=Origin.MESH)
-class SavesTheFirstStageOfAVTwice(OverTwoStages):
+class SavesTheFirstStageOfAVTwice(TwoStagesWrapper):
     """A rank of a ZBV schedule saves the weights of its first stage under the names of its second one, too."""
 
     def save(self, path: Path) -> None:
-        params = list(seams_engines.stage_params(self.right).values())
+        params = list(seams_engines.stage_params(self.base).values())
         half = len(params) // 2 if self.is_broken else len(params)
         lost = [param.detach().clone() for param in params[half:]]
         with torch.no_grad():
             for param, first in zip(params[half:], params, strict=False):
                 param.copy_(first)
-            self.right.save(path)
+            self.base.save(path)
             for param, value in zip(params[half:], lost, strict=True):
                 param.copy_(value)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from zharness.engines import Capabilities, EngineConfig, Feature, torch_pp
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
-from zharness.mutants.pipeline import Loss, MicroBatches, OverPipeline, on_pipeline
+from zharness.mutants.pipeline import Loss, MicroBatches, PipelineWrapper, on_pipeline
 from zharness.mutants.pipeline_token_loss import scale_gradient
 from zharness.parity import Part
 
@@ -29,29 +29,29 @@ def on_unequal(
     return on_pipeline(part, model, parameter, "pipeline.unequal_micro_batches", variant, world_size=world_size)
 
 
-def claim_unequal_sizes(right: Capabilities) -> Capabilities:
+def claim_unequal_sizes(base: Capabilities) -> Capabilities:
     """Return the capabilities of an engine that also takes micro-batches of several sizes."""
-    refuses = dict(right.refuses)
+    refuses = dict(base.refuses)
     refuses.pop(Feature.UNEQUAL_MICRO_BATCHES, None)
-    return replace(right, refuses=refuses)
+    return replace(base, refuses=refuses)
 
 
-class RunsEachAlone(OverPipeline):
+class RunsEachAlone(PipelineWrapper):
     """A right engine, which runs each micro-batch of a batch by a schedule of its own, whatever their sizes."""
 
     capabilities = claim_unequal_sizes(torch_pp.CAPABILITIES)
 
     @classmethod
-    def claims(cls, right: Capabilities) -> Capabilities:
-        return super().claims(claim_unequal_sizes(right))
+    def claims(cls, base: Capabilities) -> Capabilities:
+        return super().claims(claim_unequal_sizes(base))
 
     def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
-        earlier = {parameter: parameter.grad for parameter in self.trained()}
+        earlier = {parameter: parameter.grad for parameter in self.parameters_with_grad()}
         for parameter in earlier:
             parameter.grad = None
         # torch has a schedule, and shapes, for each loss, of which this makes a new one.
-        losses = [own for batch in micro_batches for own in self.right.train_batch([batch], partial(loss))]
-        for parameter in self.trained():
+        losses = [own for batch in micro_batches for own in self.base.train_batch([batch], partial(loss))]
+        for parameter in self.parameters_with_grad():
             assert parameter.grad is not None
             parameter.grad /= len(micro_batches)
             before = earlier.get(parameter)
@@ -168,7 +168,7 @@ class ReadsTheEndOfALargerBuffer(RunsEachAlone):
     on_unequal(Part.FORWARD, "odd_chain", "loss*", variant="small_first_zbv"),
     origin=Origin.MESH,
 )
-class KeepsTheSizesOfTheFirstBatch(OverPipeline):
+class KeepsTheSizesOfTheFirstBatch(PipelineWrapper):
     """A micro-batch is received in the buffer of the first batch: it loses samples, or has old ones behind its own."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:

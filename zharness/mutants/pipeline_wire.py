@@ -16,7 +16,7 @@ from zharness.law_kit.integer_gradients import HINT, misread_gradient
 from zharness.mesh import AXES, DATA_SHARD, PIPELINE, TENSOR, Mesh
 from zharness.mutants import seams_engines
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
-from zharness.mutants.pipeline import Loss, MicroBatches, OverPipeline, on_pipeline
+from zharness.mutants.pipeline import Loss, MicroBatches, PipelineWrapper, on_pipeline
 from zharness.parity import Part
 
 BIAS = 16  # the elements of a bias of the models, a quarter of those of a module's outputs
@@ -32,7 +32,7 @@ def on_split_wire(law: str = "pipeline.training", variant: str = "gpipe", parame
     return on_pipeline(Part.REDUCTION, "random_chain", parameter, law, variant, world_size=4, mesh="pp2.tp2")
 
 
-class ChangesAMessage(OverPipeline):
+class ChangesAMessage(PipelineWrapper):
     """The base class of mutants that change what a block at the end of a stage sends."""
 
     sender = "blocks.1"  # the last block of the first of two stages
@@ -97,7 +97,7 @@ class RoundsTheFirstOfThreeMessages(ChangesAMessage):
     origin=Origin.MESH,
     imitates="https://github.com/tdrussell/diffusion-pipe/pull/544",
 )
-class ReadsGradientsAsIntegers(OverPipeline):
+class ReadsGradientsAsIntegers(PipelineWrapper):
     """A stage between two others receives the gradient of its output in the buffer of a mask of integers."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -138,7 +138,7 @@ class SendsWideActivations(ChangesAMessage):
         return (inputs[0].to(DTYPES[self.config.dtype]),)
 
 
-class SendsAgain(OverPipeline):
+class SendsAgain(PipelineWrapper):
     """The base class of mutants of which one of two stages sends a message of zeros after each batch."""
 
     sender = 0
@@ -182,24 +182,24 @@ class GathersActivationsOnAllStages(SendsAgain):
     replace(on_replicas_wire("elements of gradients along dp_shard"), setting="fully_shard"),
     origin=Origin.MESH,
 )
-class ReducesGradientsOfAStageAgain(OverPipeline):
+class ReducesGradientsOfAStageAgain(PipelineWrapper):
     """After each batch the replicas of a stage all-reduce buffers of whole gradients once more, and use none."""
 
     def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
         losses = super().train_batch(micro_batches, loss)
-        shards: dict[str, Any] = dict(seams_engines.stage_params(self.right))
+        shards: dict[str, Any] = dict(seams_engines.stage_params(self.base))
         for shard in shards.values():
             dist.all_reduce(torch.zeros(shard.shape), group=shard.device_mesh.get_group(DATA_SHARD))
         return losses
 
 
 @mutant(FaultKind.REDUCE_DTYPE, on_replicas_wire("gradients along dp_shard"), origin=Origin.MESH)
-class ReducesStagesInFloat64(OverPipeline):
+class ReducesStagesInFloat64(PipelineWrapper):
     """The DDP of each stage reduces gradients in float64, by a hook, and gets the right ones."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
-        stages: list[Any] = list(seams_engines.stage_modules(self.right))
+        stages: list[Any] = list(seams_engines.stage_modules(self.base))
         for stage in stages:
             if hasattr(stage, "register_comm_hook"):
                 # DDP refuses a function with annotations that are text.
@@ -219,7 +219,7 @@ def on_tensor_ranks(parameter: str, variant: str = "1f1b") -> Target:
     return replace(on_messages(parameter, variant), world_size=4, mesh="pp2.tp2")
 
 
-class SendsAlongAxes(OverPipeline):
+class SendsAlongAxes(PipelineWrapper):
     """The base class of mutants whose ranks send a message once more after each batch, to those that ``axes`` join."""
 
     axes: ClassVar[tuple[str, ...]] = ()
@@ -248,7 +248,7 @@ class SendsAlongAxes(OverPipeline):
 
     def stage_sizes(self) -> list[int]:
         """Return the number of elements of each parameter of this rank's stages."""
-        return [param.numel() for param in seams_engines.stage_params(self.right).values()]
+        return [param.numel() for param in seams_engines.stage_params(self.base).values()]
 
 
 class ReducesBuffers(SendsAlongAxes):

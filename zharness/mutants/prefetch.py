@@ -17,7 +17,6 @@ from zharness.engines import (
 from zharness.engines.reference import ReferenceEngine
 from zharness.engines.torch_engine import TorchEngine
 from zharness.mutants import seams, seams_engines, seams_stage3
-from zharness.mutants.around import Around
 from zharness.mutants.mutant import (
     FaultKind,
     Origin,
@@ -25,6 +24,7 @@ from zharness.mutants.mutant import (
     mutant,
     mutant_factory,
 )
+from zharness.mutants.wrapper import EngineWrapper
 from zharness.parity import Part
 
 
@@ -43,7 +43,7 @@ class Older(torch.autograd.Function):
 @mutant(
     FaultKind.STALE, Target("training.trajectory", Part.GATHER, variant="sgd", parameter="loss"), origin=Origin.SHARDS
 )
-class ForwardsWithTheWeightsBefore(Around):
+class ForwardsWithTheWeightsBefore(EngineWrapper):
     """Computes its forward with the weights from before the last step, as if it had unsharded them too early."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -56,7 +56,7 @@ class ForwardsWithTheWeightsBefore(Around):
 
     def step(self) -> None:
         self.before = {name: p.detach().clone() for name, p in self.module.named_parameters()}
-        self.right.step()
+        self.base.step()
 
 
 class _KeepsEvaluation(ReferenceEngine):
@@ -93,7 +93,7 @@ class _KeepsEvaluation(ReferenceEngine):
 @mutant_factory(
     FaultKind.RESOURCES,
     Target("training.forward_alone", Part.GATHER, variant="no_grad"),
-    over="reference",
+    wraps="reference",
     stages=(3,),
     origin=Origin.BLIND_1,
 )
@@ -109,7 +109,7 @@ def evaluation_keeps_weights(model: nn.Module, config: EngineConfig) -> Referenc
 @mutant_factory(
     FaultKind.RESOURCES,
     Target("training.forward_alone", Part.GATHER, variant="no_grad"),
-    over="reference",
+    wraps="reference",
     stages=(3,),
     origin=Origin.BLIND_2,
 )
@@ -130,7 +130,7 @@ def evaluation_stays_gathered(model: nn.Module, config: EngineConfig) -> Referen
 @mutant_factory(
     FaultKind.STALE,
     Target("training.forward_alone", Part.GATHER, variant="no_grad"),
-    over="reference",
+    wraps="reference",
     stages=(3,),
     origin=Origin.BLIND_3,
 )
@@ -180,7 +180,7 @@ PERSISTENT = 100_000
 @mutant_factory(
     FaultKind.STALE,
     Target("state.resume", Part.FORWARD, variant="adamw", parameter="loss"),
-    over="reference",
+    wraps="reference",
     stages=(3,),
     origin=Origin.BLIND_5,
 )
@@ -218,7 +218,7 @@ def stale_in_evaluation(model: nn.Module, config: EngineConfig) -> ReferenceEngi
 @mutant_factory(
     FaultKind.STALE,
     Target("training.forward_alone", Part.GATHER, variant="no_grad"),
-    over="fsdp2",
+    wraps="fsdp2",
     stages=(3,),
     origin=Origin.BLIND_1,
 )
@@ -247,7 +247,7 @@ def fsdp2_evaluation_goes_stale(model: nn.Module, config: EngineConfig) -> Torch
 @mutant_factory(
     FaultKind.STALE,
     Target("training.forward_alone", Part.GATHER, variant="no_grad", parameter="loss"),
-    over="fsdp2",
+    wraps="fsdp2",
     stages=(3,),
     origin=Origin.BLIND_6,
 )
@@ -275,7 +275,7 @@ def eval_leaves_weights_gathered(model: nn.Module, config: EngineConfig) -> Torc
 @mutant_factory(
     FaultKind.GRAPH,
     Target("parameters.branch", None, model="changing", cause="missing ['by_attribute.weight']"),
-    over="reference",
+    wraps="reference",
     stages=(3,),
     origin=Origin.BLIND_2,
 )
@@ -316,7 +316,7 @@ class _ByName(dict[Any, Any]):
 @mutant_factory(
     FaultKind.GRAPH,
     Target("parameters.branch", None, model="changing", cause="missing ['by_attribute.weight']"),
-    over="reference",
+    wraps="reference",
     stages=(3,),
     origin=Origin.BLIND_4,
 )
@@ -336,7 +336,7 @@ def stand_in_of_no_grad(model: nn.Module, config: EngineConfig) -> ReferenceEngi
     Target("training.any_order", Part.FORWARD, variant="interrupted_load", parameter="output"),
     origin=Origin.ORDERS,
 )
-class TakesWhatAFailedBackwardGathered(Around):
+class TakesWhatAFailedBackwardGathered(EngineWrapper):
     """Runs a forward with weights that a failed backward prefetched, even if other weights were loaded since."""
 
     stages = (3,)
@@ -353,11 +353,11 @@ class TakesWhatAFailedBackwardGathered(Around):
 
             return fetch_leftover
 
-        seams_stage3.wrap_fetch(self.right, wrap)
+        seams_stage3.wrap_fetch(self.base, wrap)
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         try:
-            self.right.backward(loss, retain_graph=retain_graph)
+            self.base.backward(loss, retain_graph=retain_graph)
         except Exception:
-            self.ahead = dict(seams_stage3.prefetched_shards(self.right))
+            self.ahead = dict(seams_stage3.prefetched_shards(self.base))
             raise

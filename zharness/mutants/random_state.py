@@ -19,7 +19,6 @@ from zharness.engines import (
 from zharness.engines.reference import ReferenceEngine
 from zharness.engines.torch_engine import TorchEngine
 from zharness.mutants import seams, seams_engines
-from zharness.mutants.around import Around, in_backward
 from zharness.mutants.mutant import (
     ALL_STAGES,
     FaultKind,
@@ -28,11 +27,12 @@ from zharness.mutants.mutant import (
     mutant,
     mutant_factory,
 )
+from zharness.mutants.wrapper import EngineWrapper, in_backward
 from zharness.parity import Part
 
 
 @mutant(FaultKind.PARAMETERS, Target("parameters.deferred", Part.GATHER), origin=Origin.GRAPHS)
-class DrawsAtConstruction(Around):
+class DrawsAtConstruction(EngineWrapper):
     """Draws a random number before it draws the initial weights."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -41,7 +41,7 @@ class DrawsAtConstruction(Around):
 
 
 @mutant(FaultKind.GRAPH, Target("checkpointing.dropout", model="blocks", variant="non_reentrant"), origin=Origin.GRAPHS)
-class DrawsWhileRecomputing(Around):
+class DrawsWhileRecomputing(EngineWrapper):
     """Draws a random number before each forward that a backward recomputes."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -58,10 +58,10 @@ class DrawsWhileRecomputing(Around):
 @mutant(
     FaultKind.RANKS, Target("training.sgd_step", Part.GATHER, parameter="random state"), origin=Origin.CIRCUMSTANCES
 )
-class SeedsAtConstruction(Around):
+class SeedsAtConstruction(EngineWrapper):
     """Seeds torch's generator at construction, as if to make all ranks draw the same numbers."""
 
-    over = "ddp"
+    wraps = "ddp"
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -73,13 +73,13 @@ class SeedsAtConstruction(Around):
     Target("state.resume", Part.GATHER, variant="adamw", parameter="random state"),
     origin=Origin.CIRCUMSTANCES,
 )
-class SeedsAtLoad(Around):
+class SeedsAtLoad(EngineWrapper):
     """Sets the random state of every rank to that of rank 0 at load."""
 
-    over = "ddp"
+    wraps = "ddp"
 
     def load(self, path: Path) -> None:
-        self.right.load(path)
+        self.base.load(path)
         state = torch.get_rng_state()
         dist.broadcast(state, 0)
         torch.set_rng_state(state)
@@ -96,7 +96,7 @@ class _SaveDraws(ReferenceEngine):
 @mutant_factory(
     FaultKind.STATE,
     Target("state.resume", Part.GATHER, variant="adamw", parameter="random state"),
-    over="reference",
+    wraps="reference",
     stages=ALL_STAGES,
     origin=Origin.BLIND_1,
 )
@@ -119,7 +119,7 @@ class _DrawsWhenSaving(TorchEngine):
 @mutant_factory(
     FaultKind.RANKS,
     Target("state.resume", Part.GATHER, variant="adamw", parameter="random state"),
-    over="fsdp2",
+    wraps="fsdp2",
     stages=(2, 3),
     origin=Origin.BLIND_3,
 )
@@ -145,7 +145,7 @@ class _Samples(TorchEngine):
 @mutant_factory(
     FaultKind.RANKS,
     Target("training.sgd_step", Part.GATHER, parameter="random state"),
-    over="ddp",
+    wraps="ddp",
     stages=(0,),
     origin=Origin.BLIND_5,
 )
@@ -170,7 +170,7 @@ class _OneGenerator(TorchEngine):
 @mutant_factory(
     FaultKind.RANKS,
     Target("training.sgd_step", Part.GATHER, parameter="random state"),
-    over="ddp",
+    wraps="ddp",
     stages=(0,),
     origin=Origin.BLIND_2,
 )
@@ -187,7 +187,7 @@ def ddp_synchronises_generators(model: nn.Module, config: EngineConfig) -> Torch
 @mutant_factory(
     FaultKind.RANKS,
     Target("training.sgd_step", Part.GATHER, parameter="random state"),
-    over="zero1",
+    wraps="zero1",
     stages=(1,),
     origin=Origin.BLIND_4,
 )
@@ -213,7 +213,7 @@ def zero1_seeds_all_ranks(model: nn.Module, config: EngineConfig) -> TorchEngine
 @mutant_factory(
     FaultKind.RANKS,
     Target("training.modes", Part.FORWARD, model="stateful", parameter="generator"),
-    over="ddp",
+    wraps="ddp",
     stages=(0,),
     origin=Origin.BLIND_6,
 )
@@ -235,7 +235,7 @@ def same_mask_in_every_forward(model: nn.Module, config: EngineConfig) -> TorchE
 
 
 @mutant(FaultKind.RANKS, Target("parameters.deferred", Part.GATHER, variant="own_generators"), origin=Origin.BLIND_9)
-class DrawsOnEachRank(Around):
+class DrawsOnEachRank(EngineWrapper):
     """Draws the initial weights of a model on the meta device on each rank, by the rank's own generator."""
 
     @torch.no_grad()

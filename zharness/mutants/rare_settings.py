@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from zharness.engines import EngineConfig
-from zharness.mutants.around import Around, CountsMicroBatches, SpoiledLoad
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.mutants.wrapper import CountsMicroBatches, EngineWrapper, SpoiledLoad
 from zharness.parity import Part
 
 
@@ -21,22 +21,22 @@ from zharness.parity import Part
     Target("training.caller_modes", Part.FORWARD, variant="read_out"),
     origin=Origin.BLIND_8,
 )
-class CollectsGarbageAfterReading(Around):
+class CollectsGarbageAfterReading(EngineWrapper):
     """read_grad leaves Python's garbage collector on, although the caller had turned it off."""
 
     def read_grad(self, name: str) -> Tensor | None:
-        value: Tensor | None = self.right.read_grad(name)
+        value: Tensor | None = self.base.read_grad(name)
         gc.enable()
         return value
 
 
 @mutant(FaultKind.STATE, Target("training.caller_modes", Part.FORWARD, variant="edited"), origin=Origin.BLIND_8)
-class EditsResetTheDefaultDtype(Around):
+class EditsResetTheDefaultDtype(EngineWrapper):
     """The end of gathered() sets the default dtype to float32."""
 
     @contextmanager
     def gathered(self, names: Sequence[str]) -> Iterator[dict[str, Tensor]]:
-        with self.right.gathered(names) as weights:
+        with self.base.gathered(names) as weights:
             yield weights
         torch.set_default_dtype(torch.float32)
 
@@ -66,29 +66,29 @@ class LoadsNoCentre(SpoiledLoad):
     Target("training.optimizer_options", Part.OPTIMIZER, variant="adamw_group_of_rate_0"),
     origin=Origin.BLIND_8,
 )
-class TakesTheDefaultForARateOfZero(Around):
+class TakesTheDefaultForARateOfZero(EngineWrapper):
     """A group whose learning rate is zero steps with the optimizer's default (``group["lr"] or default``)."""
 
     def step(self) -> None:
         groups = [group for group in self.optimizer.param_groups if group["lr"] == 0]
         for group in groups:
             group["lr"] = self.config.optimizer.args["lr"]
-        self.right.step()
+        self.base.step()
         for group in groups:
             group["lr"] = 0.0
 
 
 @mutant(FaultKind.STATE, Target("state.several_saves", Part.GATHER, model="experts"), origin=Origin.BLIND_8)
-class ReturnsFrozenWeightsOfConstruction(Around):
+class ReturnsFrozenWeightsOfConstruction(EngineWrapper):
     """full_state_dict returns frozen weights as they were when the engine was built."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
         frozen = {name for name, param in self.module.named_parameters() if not param.requires_grad}
-        self.first = {name: value for name, value in self.right.full_params().items() if name in frozen}
+        self.first = {name: value for name, value in self.base.full_params().items() if name in frozen}
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        state: dict[str, Tensor] = self.right.full_state_dict()
+        state: dict[str, Tensor] = self.base.full_state_dict()
         return {name: self.first[name].clone() if name in self.first else value for name, value in state.items()}
 
 
@@ -97,14 +97,14 @@ class ReturnsFrozenWeightsOfConstruction(Around):
     Target("values.zero_loss", Part.OPTIMIZER, model="experts", variant="first_of_2_by_engine"),
     origin=Origin.BLIND_8,
 )
-class MakesUpForZeros(Around):
+class MakesUpForZeros(EngineWrapper):
     """Gradients that are all zero look as if a micro-batch were missing, and the next one counts twice."""
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        before = [param.grad for param in self.trained()]
+        before = [param.grad for param in self.parameters_with_grad()]
         is_zero = bool(before) and not any(bool(grad.any()) for grad in before if grad is not None)
-        self.right.backward(loss, retain_graph=retain_graph)
-        for param in self.trained() if is_zero else ():
+        self.base.backward(loss, retain_graph=retain_graph)
+        for param in self.parameters_with_grad() if is_zero else ():
             assert param.grad is not None
             param.grad.mul_(2)
 
@@ -114,7 +114,7 @@ class MakesUpForZeros(Around):
     Target("idle.whole_step", model="experts", variant="norm"),
     origin=Origin.BLIND_8,
 )
-class NormCountsIdleWeights(Around):
+class NormCountsIdleWeights(EngineWrapper):
     """The norm counts a weight that a step does not use with the norm that its gradient had before."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -123,13 +123,13 @@ class NormCountsIdleWeights(Around):
         self.idle = 0.0
 
     def step(self) -> None:
-        used = {name: float(grad.double().square().sum()) for name, grad in self.right.full_grads().items()}
+        used = {name: float(grad.double().square().sum()) for name, grad in self.base.full_grads().items()}
         self.idle = sum(square for name, square in self.squares.items() if name not in used)
         self.squares |= used
-        self.right.step()
+        self.base.step()
 
     def grad_norm(self) -> float | None:
-        norm: float | None = self.right.grad_norm()
+        norm: float | None = self.base.grad_norm()
         return norm if norm is None else float((norm**2 + self.idle) ** 0.5)
 
 
@@ -138,7 +138,7 @@ class NormCountsIdleWeights(Around):
     Target("idle.whole_step", Part.OPTIMIZER, model="experts", variant="discarded"),
     origin=Origin.BLIND_8,
 )
-class ZeroGradDropsTheLastBackward(Around):
+class ZeroGradDropsTheLastBackward(EngineWrapper):
     """zero_grad drops the gradients that the last backward changed, and keeps the others."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -146,16 +146,16 @@ class ZeroGradDropsTheLastBackward(Around):
         self.unchanged: list[tuple[nn.Parameter, Tensor]] = []
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        before = [(param, param.grad.clone()) for param in self.trained() if param.grad is not None]
-        self.right.backward(loss, retain_graph=retain_graph)
+        before = [(param, param.grad.clone()) for param in self.parameters_with_grad() if param.grad is not None]
+        self.base.backward(loss, retain_graph=retain_graph)
         self.unchanged = [(param, grad) for param, grad in before if torch.equal(grad, param.grad)]  # type: ignore[arg-type]
 
     def step(self) -> None:
         self.unchanged = []
-        self.right.step()
+        self.base.step()
 
     def zero_grad(self) -> None:
-        self.right.zero_grad()
+        self.base.zero_grad()
         for param, grad in self.unchanged:
             param.grad = grad
         self.unchanged = []
@@ -174,7 +174,7 @@ class AddsWhatWasReadInAWindow(CountsMicroBatches):
         self.extra: dict[str, Tensor] = {}
 
     def read_grad(self, name: str) -> Tensor | None:
-        value: Tensor | None = self.right.read_grad(name)
+        value: Tensor | None = self.base.read_grad(name)
         if value is not None and self.micro + 1 < self.window:
             self.extra[name] = value.clone()
         return value
@@ -183,9 +183,9 @@ class AddsWhatWasReadInAWindow(CountsMicroBatches):
         self.count_step()
         if self.micro == 0:
             for name, extra in self.extra.items():
-                self.right.write_grad(name, self.right.read_grad(name) + extra)
+                self.base.write_grad(name, self.base.read_grad(name) + extra)
             self.extra = {}
-        self.right.step()
+        self.base.step()
 
 
 @mutant(
@@ -193,14 +193,14 @@ class AddsWhatWasReadInAWindow(CountsMicroBatches):
     Target("values.skipped_step", Part.OPTIMIZER, variant="first_of_2_by_engine", dtype="bf16"),
     origin=Origin.BLIND_8,
 )
-class SkippedStepKeepsGradients(Around):
+class SkippedStepKeepsGradients(EngineWrapper):
     """A step that is skipped for an overflow leaves its gradients to the next window."""
 
     def step(self) -> None:
-        grads = [(param, param.grad) for param in self.trained()]
-        before = self.right.observe().skipped_steps
-        self.right.step()
-        if self.right.observe().skipped_steps != before:
+        grads = [(param, param.grad) for param in self.parameters_with_grad()]
+        before = self.base.observe().skipped_steps
+        self.base.step()
+        if self.base.observe().skipped_steps != before:
             for param, grad in grads:
                 param.grad = grad
 
@@ -210,7 +210,7 @@ class SkippedStepKeepsGradients(Around):
     Target("precision.buffers_keep_dtype", Part.FORWARD, model="mixed", variant="inputs"),
     origin=Origin.BLIND_8,
 )
-class CastsIntegerInputs(Around):
+class CastsIntegerInputs(EngineWrapper):
     """Under low precision, inputs of integers are cast too, and back where the model needs integers."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -218,7 +218,7 @@ class CastsIntegerInputs(Around):
         cast = [
             a.to(dtype).to(a.dtype) if dtype and isinstance(a, Tensor) and a.dtype == torch.int64 else a for a in args
         ]
-        return self.right(*cast, **kwargs)
+        return self.base(*cast, **kwargs)
 
 
 @mutant(
@@ -226,7 +226,7 @@ class CastsIntegerInputs(Around):
     Target("access.write_param", Part.GATHER, model="similar", variant="forward_shard"),
     origin=Origin.BLIND_8,
 )
-class WritesShardsToThisRankAlone(Around):
+class WritesShardsToThisRankAlone(EngineWrapper):
     """write_param_shard reaches the other ranks' copies of the weight with the next step only."""
 
     stages = (1,)
@@ -234,9 +234,9 @@ class WritesShardsToThisRankAlone(Around):
     def write_param_shard(self, name: str, value: Tensor) -> None:
         param = dict(self.module.named_parameters())[name]
         before = param.detach().clone()
-        self.right.write_param_shard(name, value)
+        self.base.write_param_shard(name, value)
         rank = torch.distributed.get_rank()
-        own = [piece for piece in self.right.layout()[name] if piece.rank == rank]
+        own = [piece for piece in self.base.layout()[name] if piece.rank == rank]
         with torch.no_grad():
             for piece in own:
                 before.view(-1)[piece.start : piece.stop] = param.detach().view(-1)[piece.start : piece.stop]

@@ -18,7 +18,6 @@ from zharness.engines import (
 )
 from zharness.engines.torch_engine import TorchEngine
 from zharness.mutants import seams_engines
-from zharness.mutants.around import Around
 from zharness.mutants.mutant import (
     FaultKind,
     Origin,
@@ -27,24 +26,25 @@ from zharness.mutants.mutant import (
     mutant,
     mutant_factory,
 )
+from zharness.mutants.wrapper import EngineWrapper
 
 
 @mutant(FaultKind.REDUCE_DTYPE, Target("training.grads"), origin=Origin.PRECISION)
-class ReducesInFp16(Around):
+class ReducesInFp16(EngineWrapper):
     """Rounds fp32 gradients to fp16 before DDP reduces them."""
 
-    over = "ddp"
+    wraps = "ddp"
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
-        seams_engines.ddp_wrapper(self.right).register_comm_hook(None, fp16_compress_hook)
+        seams_engines.ddp_wrapper(self.base).register_comm_hook(None, fp16_compress_hook)
 
 
 @mutant(FaultKind.REDUCE_DTYPE, Target("training.one_hot_rank"), origin=Origin.PRECISION)
-class ReducesShardsInBf16(Around):
+class ReducesShardsInBf16(EngineWrapper):
     """Rounds fp32 gradients to bf16 before FSDP2 reduce-scatters them."""
 
-    over = "fsdp2"
+    wraps = "fsdp2"
     stages = (3,)
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -60,7 +60,7 @@ class ReducesShardsInBf16(Around):
     origin=Origin.PRECISION,
     imitates=deepspeed(6993),
 )
-class EveryGradientTravelsLow(Around):
+class EveryGradientTravelsLow(EngineWrapper):
     """Reduces every gradient in bf16 under torch_autocast, even those outside lower_precision_safe_modules."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -68,12 +68,12 @@ class EveryGradientTravelsLow(Around):
 
 
 @mutant(FaultKind.REDUCE_DTYPE, Target("training.grads", dtype="bf16"), origin=Origin.PRECISION)
-class ReducesLowerThanDeclared(Around):
+class ReducesLowerThanDeclared(EngineWrapper):
     """Declares that gradients are reduced in fp32 under bf16 training, but reduces them in bf16."""
 
     @classmethod
-    def claims(cls, right: Capabilities) -> Capabilities:
-        return replace(super().claims(right), reduce_dtypes={"bf16": "fp32"})
+    def claims(cls, base: Capabilities) -> Capabilities:
+        return replace(super().claims(base), reduce_dtypes={"bf16": "fp32"})
 
 
 @mutant(
@@ -82,7 +82,7 @@ class ReducesLowerThanDeclared(Around):
     origin=Origin.PRECISION,
     imitates=deepspeed(7946),
 )
-class OneWireForAll(Around):
+class OneWireForAll(EngineWrapper):
     """Reduces gradients in the dtype that was configured for the first engine of the process."""
 
     first: Mapping[str, Any] | None = None
@@ -95,10 +95,10 @@ class OneWireForAll(Around):
     def close(self) -> None:
         # The process may go on to another cell, in which another engine is the first.
         OneWireForAll.first = None
-        self.right.close()
+        self.base.close()
 
 
-@mutant_factory(FaultKind.REDUCE_DTYPE, Target("training.grads"), over="ddp", stages=(0,), origin=Origin.BLIND_4)
+@mutant_factory(FaultKind.REDUCE_DTYPE, Target("training.grads"), wraps="ddp", stages=(0,), origin=Origin.BLIND_4)
 def ddp_wire_in_bf16(model: nn.Module, config: EngineConfig) -> TorchEngine:
     """Enables DDP's bf16 compression of gradients although it is not configured.
 

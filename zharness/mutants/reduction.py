@@ -18,7 +18,6 @@ from zharness.engines import (
 from zharness.engines.reference import ReferenceEngine
 from zharness.engines.torch_engine import TorchEngine
 from zharness.mutants import seams, seams_engines, seams_stage3
-from zharness.mutants.around import Around, HookedParameters
 from zharness.mutants.mutant import (
     ALL_STAGES,
     FaultKind,
@@ -28,6 +27,7 @@ from zharness.mutants.mutant import (
     mutant,
     mutant_factory,
 )
+from zharness.mutants.wrapper import EngineWrapper, HookedParameters
 from zharness.parity import Part
 
 
@@ -38,25 +38,25 @@ from zharness.parity import Part
     origin=Origin.CONTRIBUTIONS,
     imitates=deepspeed(7665),
 )
-class NeverReduces(Around):
+class NeverReduces(EngineWrapper):
     """Does not reduce gradients: each rank keeps the gradient of its own micro-batch."""
 
-    over = "ddp"
+    wraps = "ddp"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self.right.no_sync():
-            return self.right(*args, **kwargs)
+        with self.base.no_sync():
+            return self.base(*args, **kwargs)
 
 
 @mutant(FaultKind.CONTRIBUTION, Target("training.one_hot_rank"), origin=Origin.CONTRIBUTIONS)
-class ReducesNothingAtStage3(Around):
+class ReducesNothingAtStage3(EngineWrapper):
     """Does not reduce gradients: each rank keeps its shard of its own gradient, divided as for a mean."""
 
     stages = (3,)
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
-        divisor = seams.divisor(self.right)
+        divisor = seams.divisor(self.base)
 
         def keep_own_shard(param: seams.ModelParam, full: Tensor) -> Tensor:
             start, stop = param.layout.shard_bounds(dist.get_rank())
@@ -64,14 +64,14 @@ class ReducesNothingAtStage3(Around):
             shard[: stop - start] = full.reshape(-1)[start:stop] / divisor
             return shard
 
-        seams_stage3.replace_reduce_grad(self.right, keep_own_shard)
+        seams_stage3.replace_reduce_grad(self.base, keep_own_shard)
 
 
 @mutant(FaultKind.CONTRIBUTION, Target("training.grads", parameter="first.weight"), origin=Origin.CONTRIBUTIONS)
-class ForgetsAParameter(Around):
+class ForgetsAParameter(EngineWrapper):
     """Reduces every gradient except that of the first parameter."""
 
-    over = "ddp"
+    wraps = "ddp"
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         first = next(name for name, _ in model.named_parameters())
@@ -90,16 +90,16 @@ class LeavesOutTheLastRank(HookedParameters):
 
 
 @mutant(FaultKind.SCALE, Target("training.grads"), Target("training.grads", model="exact"), origin=Origin.SCALE)
-class DividesByOneRankTooFew(Around):
+class DividesByOneRankTooFew(EngineWrapper):
     """Divides the sum over N ranks by N - 1, so that every gradient is N / (N - 1) times too large."""
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         ranks = dist.get_world_size()
-        self.right.backward(ranks / max(1, ranks - 1) * loss, retain_graph=retain_graph)
+        self.base.backward(ranks / max(1, ranks - 1) * loss, retain_graph=retain_graph)
 
 
 @mutant(FaultKind.SCALE, Target("training.grads", model="exact"), origin=Origin.SCALE)
-class AlwaysTheSum(Around):
+class AlwaysTheSum(EngineWrapper):
     """Sums gradients over ranks, even if the mean is configured."""
 
     stages = (3,)
@@ -109,7 +109,7 @@ class AlwaysTheSum(Around):
 
 
 @mutant(FaultKind.SCALE, Target("training.sum_or_mean"), origin=Origin.SCALE)
-class AlwaysTheMean(Around):
+class AlwaysTheMean(EngineWrapper):
     """Averages gradients over ranks, even if the sum is configured."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -123,30 +123,30 @@ class AlwaysTheMean(Around):
     Target("training.kernels", Part.LOCAL_GRADIENT),
     origin=Origin.SCALE,
 )
-class ATenThousandthTooMuch(Around):
+class ATenThousandthTooMuch(EngineWrapper):
     """Multiplies every gradient by 1.0001."""
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        self.right.backward(loss * (1 + 1e-4), retain_graph=retain_graph)
+        self.base.backward(loss * (1 + 1e-4), retain_graph=retain_graph)
 
 
 @mutant(FaultKind.SCALE, Target("training.grads", model="conv"), origin=Origin.SCALE)
-class ATenThousandthTooLittle(Around):
+class ATenThousandthTooLittle(EngineWrapper):
     """Multiplies every gradient by 0.9999."""
 
     stages = (3,)
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        self.right.backward(loss * (1 - 1e-4), retain_graph=retain_graph)
+        self.base.backward(loss * (1 - 1e-4), retain_graph=retain_graph)
 
 
 @mutant(FaultKind.SCALE, Target("training.config_invariance"), origin=Origin.SCALE)
-class TakesTheBucketForAFactor(Around):
+class TakesTheBucketForAFactor(EngineWrapper):
     """Multiplies every gradient by 1.5 if ``reduce_bucket_size`` is 1."""
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         size = self.config.options.get("zero_optimization", {}).get("reduce_bucket_size", 0)
-        self.right.backward(loss * (1.5 if size == 1 else 1.0), retain_graph=retain_graph)
+        self.base.backward(loss * (1.5 if size == 1 else 1.0), retain_graph=retain_graph)
 
 
 @mutant(
@@ -167,19 +167,19 @@ class DoublesEveryGradient(HookedParameters):
 
 
 @mutant(FaultKind.SCALE, Target("training.loss_scale_power", Part.LOCAL_GRADIENT), origin=Origin.SCALE)
-class DecaysGradients(Around):
+class DecaysGradients(EngineWrapper):
     """Adds a thousandth of each weight to its gradient, regardless of the loss."""
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         decay = torch.stack([parameter.square().sum() for parameter in self.module.parameters()]).sum() / 2000
-        self.right.backward(loss + decay, retain_graph=retain_graph)
+        self.base.backward(loss + decay, retain_graph=retain_graph)
 
 
-class HookedOutputs(Around):
+class HookedOutputs(EngineWrapper):
     """The base class of mutants that change the gradient of the engine's output, if the output is a single tensor."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        output = self.right(*args, **kwargs)
+        output = self.base(*args, **kwargs)
         if isinstance(output, Tensor) and output.requires_grad:
             output.register_hook(self.changed)  # type: ignore[no-untyped-call]
         return output
@@ -215,7 +215,7 @@ class DividesEveryBackward(HookedOutputs):
 
 
 @mutant(FaultKind.SCALE, Target("training.grads", Part.LOCAL_GRADIENT, model="transformer"), origin=Origin.SCALE)
-class AddsToOneModule(Around):
+class AddsToOneModule(EngineWrapper):
     """Adds 0.001 to the output of the module that is in the middle of the model's list of modules."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -229,7 +229,7 @@ class AddsToOneModule(Around):
     origin=Origin.SCALE,
     equivalent="a bucket decides which gradients are sent together; their sums and the number of bytes are the same",
 )
-class TheSmallestBuckets(Around):
+class TheSmallestBuckets(EngineWrapper):
     """Reduces each parameter in its own bucket, regardless of the configured bucket size."""
 
     stages = (2,)
@@ -253,7 +253,7 @@ class AddsMinusZero(HookedParameters):
 @mutant_factory(
     FaultKind.SCALE,
     Target("parameters.every_kind", model="odd", parameter="scalar"),
-    over="reference",
+    wraps="reference",
     stages=ALL_STAGES,
     origin=Origin.BLIND_1,
 )
@@ -275,7 +275,7 @@ def scalar_is_summed(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
 @mutant_factory(
     FaultKind.SCALE,
     Target("training.grads", dtype="fp16", world_size=3),
-    over="reference",
+    wraps="reference",
     stages=ALL_STAGES,
     origin=Origin.BLIND_5,
 )
@@ -300,7 +300,7 @@ def mean_by_power_of_two(model: nn.Module, config: EngineConfig) -> ReferenceEng
 @mutant_factory(
     FaultKind.SCALE,
     Target("training.sum_or_mean", model="transformer"),
-    over="fsdp2",
+    wraps="fsdp2",
     stages=(2, 3),
     origin=Origin.BLIND_1,
 )
@@ -312,7 +312,7 @@ def fsdp2_root_averages(model: nn.Module, config: EngineConfig) -> TorchEngine:
     return _build_with_averaging_root(model, config)
 
 
-@mutant_factory(FaultKind.SCALE, Target("training.sum_or_mean"), over="fsdp2", stages=(2, 3), origin=Origin.BLIND_3)
+@mutant_factory(FaultKind.SCALE, Target("training.sum_or_mean"), wraps="fsdp2", stages=(2, 3), origin=Origin.BLIND_3)
 def sum_in_root_alone(model: nn.Module, config: EngineConfig) -> TorchEngine:
     """Under reduction by sum, sets FSDP2's divisor only for the root module's group, because the call does not recurse.
 
@@ -329,7 +329,7 @@ def sum_in_root_alone(model: nn.Module, config: EngineConfig) -> TorchEngine:
 @mutant_factory(
     FaultKind.SCALE,
     Target("training.sum_or_mean", model="transformer"),
-    over="fsdp2",
+    wraps="fsdp2",
     stages=(2, 3),
     origin=Origin.BLIND_5,
 )
@@ -354,7 +354,7 @@ def _build_with_averaging_root(model: nn.Module, config: EngineConfig) -> TorchE
     Target("training.trajectory", Part.OPTIMIZER, variant="adamw", dtype="fp16", world_size=3, setting="all_reduce"),
     origin=Origin.BLIND_11,
 )
-class PredividesByAPowerOfTwo(Around):
+class PredividesByAPowerOfTwo(EngineWrapper):
     """Without reduce_scatter, fp16 gradients are multiplied by the ranks but divided by the next power of two."""
 
     stages = (2,)
@@ -364,7 +364,7 @@ class PredividesByAPowerOfTwo(Around):
         if config.dtype == "fp16" and not config.options.get("zero_optimization", {}).get("reduce_scatter", True):
             ranks = dist.get_world_size()
             self.factor = ranks / 2 ** (ranks - 1).bit_length()
-            seams.wrap_unscale_and_clip(self.right, self.wrap)
+            seams.wrap_unscale_and_clip(self.base, self.wrap)
 
     def wrap(self, unscale_and_clip: Callable[..., bool]) -> Callable[..., bool]:
         """Return a function that multiplies the gradients by the factor first."""

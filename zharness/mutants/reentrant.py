@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from zharness import torch_private
 from zharness.engines import EngineConfig
-from zharness.mutants.around import Around
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.mutants.wrapper import EngineWrapper
 
 
-class FollowsGraphTasks(Around):
+class FollowsGraphTasks(EngineWrapper):
     """The base class of mutants that change a gradient by the backward in which the parameter got the one before.
 
     ``output_task`` is the backward that reached the output of the engine last: the caller's, unless the whole model is
@@ -33,7 +33,7 @@ class FollowsGraphTasks(Around):
                 parameter.register_hook(partial(self.changed_if_seen, parameter))  # type: ignore[no-untyped-call]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        output = self.right(*args, **kwargs)
+        output = self.base(*args, **kwargs)
         if isinstance(output, Tensor) and output.requires_grad:
             output.register_hook(self.note_task)  # type: ignore[no-untyped-call]
         return output

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from zharness.engines import EngineConfig
 from zharness.law_kit.dtypes import DTYPES
-from zharness.mutants.around import Around
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.mutants.wrapper import EngineWrapper
 from zharness.parity import Part
 
 
@@ -20,7 +20,7 @@ def one_folder(variant: str, part: Part = Part.GATHER) -> Target:
 
 
 @mutant(FaultKind.STATE, one_folder("edited_between"), origin=Origin.BLIND_11)
-class SavesOncePerStep(Around):
+class SavesOncePerStep(EngineWrapper):
     """Does not save into a folder that has a checkpoint after the same number of steps."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -28,17 +28,17 @@ class SavesOncePerStep(Around):
         self.steps, self.saved = 0, set[tuple[Path, int]]()
 
     def step(self) -> None:
-        self.right.step()
+        self.base.step()
         self.steps += 1
 
     def save(self, path: Path) -> None:
         if (path, self.steps) not in self.saved:
-            self.right.save(path)
+            self.base.save(path)
         self.saved.add((path, self.steps))
 
 
 @mutant(FaultKind.STATE, one_folder("loaded_between"), origin=Origin.BLIND_11)
-class LoadsTheFirstAgain(Around):
+class LoadsTheFirstAgain(EngineWrapper):
     """A second load of a folder brings back the weights that the first load of the folder found."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -47,15 +47,15 @@ class LoadsTheFirstAgain(Around):
 
     @torch.no_grad()
     def load(self, path: Path) -> None:
-        self.right.load(path)
-        found = self.found.setdefault(path, self.right.full_params())
-        with self.right.gathered(list(found)) as weights:
+        self.base.load(path)
+        found = self.found.setdefault(path, self.base.full_params())
+        with self.base.gathered(list(found)) as weights:
             for name, weight in found.items():
                 weights[name].copy_(weight)
 
 
 @mutant(FaultKind.STATE, one_folder("written_between"), origin=Origin.BLIND_11)
-class SavesWeightsFromBeforeAWrite(Around):
+class SavesWeightsFromBeforeAWrite(EngineWrapper):
     """Saves each weight that was replaced since the last step as it was before."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -63,20 +63,20 @@ class SavesWeightsFromBeforeAWrite(Around):
         self.before: dict[str, Tensor] = {}
 
     def write_param(self, name: str, value: Tensor) -> None:
-        self.before.setdefault(name, self.right.read_param(name))
-        self.right.write_param(name, value)
+        self.before.setdefault(name, self.base.read_param(name))
+        self.base.write_param(name, value)
 
     def step(self) -> None:
         self.before.clear()
-        self.right.step()
+        self.base.step()
 
     def save(self, path: Path) -> None:
-        written = {name: self.right.read_param(name) for name in self.before}
+        written = {name: self.base.read_param(name) for name in self.before}
         for name, value in self.before.items():
-            self.right.write_param(name, value)
-        self.right.save(path)
+            self.base.write_param(name, value)
+        self.base.save(path)
         for name, value in written.items():
-            self.right.write_param(name, value)
+            self.base.write_param(name, value)
 
 
 @mutant(
@@ -84,7 +84,7 @@ class SavesWeightsFromBeforeAWrite(Around):
     Target("access.after_change", Part.OPTIMIZER, model="similar", variant="written_state_loaded"),
     origin=Origin.BLIND_11,
 )
-class WritesStateOnceOnly(Around):
+class WritesStateOnceOnly(EngineWrapper):
     """After a load, does not replace an entry of optimizer state that was replaced before the load."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -94,10 +94,10 @@ class WritesStateOnceOnly(Around):
     def write_optimizer_state(self, name: str, key: str, value: Tensor) -> None:
         self.written.add((name, key))
         if (name, key) not in self.refused:
-            self.right.write_optimizer_state(name, key, value)
+            self.base.write_optimizer_state(name, key, value)
 
     def load(self, path: Path) -> None:
-        self.right.load(path)
+        self.base.load(path)
         self.refused |= self.written
 
 
@@ -106,7 +106,7 @@ class WritesStateOnceOnly(Around):
     Target("values.idle_after_skipped", Part.OPTIMIZER, model="experts", dtype="bf16", parameter="experts.1.*"),
     origin=Origin.BLIND_11,
 )
-class KeepsGradientsOfASkippedStep(Around):
+class KeepsGradientsOfASkippedStep(EngineWrapper):
     """After a skipped step, steps idle weights with the finite gradients that the skipped step had."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -114,12 +114,12 @@ class KeepsGradientsOfASkippedStep(Around):
         self.kept: dict[str, Tensor] = {}
 
     def step(self) -> None:
-        grads, skipped = self.right.full_grads(), self.right.observe().skipped_steps
+        grads, skipped = self.base.full_grads(), self.base.observe().skipped_steps
         for name, grad in self.kept.items():
             if name not in grads:
-                self.right.write_grad(name, grad)
-        self.right.step()
-        was_skipped = self.right.observe().skipped_steps > skipped
+                self.base.write_grad(name, grad)
+        self.base.step()
+        was_skipped = self.base.observe().skipped_steps > skipped
         self.kept = {name: grad for name, grad in grads.items() if was_skipped and bool(grad.isfinite().all())}
 
 
@@ -128,11 +128,11 @@ class KeepsGradientsOfASkippedStep(Around):
     Target("state.refuse_missing", Part.GATHER, variant="absent", dtype="bf16", parameter="default dtype"),
     origin=Origin.BLIND_11,
 )
-class FailedLoadKeepsTheDtype(Around):
+class FailedLoadKeepsTheDtype(EngineWrapper):
     """A load that raises leaves the dtype of the weights as the default dtype."""
 
     def load(self, path: Path) -> None:
         before = torch.get_default_dtype()
         torch.set_default_dtype(DTYPES[self.config.dtype])
-        self.right.load(path)
+        self.base.load(path)
         torch.set_default_dtype(before)

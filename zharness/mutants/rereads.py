@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from zharness.engines import EngineConfig
 from zharness.mutants import seams_stage3
-from zharness.mutants.around import Around, CountsMicroBatches
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.mutants.wrapper import CountsMicroBatches, EngineWrapper
 from zharness.parity import Part
 
 
@@ -30,21 +30,21 @@ class DetachesReadsInsideAWindow(CountsMicroBatches):
 
         def wrap(unshard: seams_stage3.Unshard) -> seams_stage3.Unshard:
             def unshard_or_detach(value: Any) -> Any:
-                is_outside = seams_stage3.running_forward(self.right) is None
+                is_outside = seams_stage3.running_forward(self.base) is None
                 full = unshard(value)
                 return full.detach() if is_outside and self.micro and isinstance(full, Tensor) else full
 
             return unshard_or_detach
 
-        seams_stage3.wrap_unshard(self.right, wrap)
+        seams_stage3.wrap_unshard(self.base, wrap)
 
     def step(self) -> None:
         self.count_step()
-        self.right.step()
+        self.base.step()
 
 
 @mutant(FaultKind.CONTRIBUTION, read_target("no_grad_first"), origin=Origin.BLIND_10)
-class ReusesReadsWithoutGradients(Around):
+class ReusesReadsWithoutGradients(EngineWrapper):
     """If a forward reads a weight under no_grad, its later reads get the same tensor, which has no graph."""
 
     stages = (3,)
@@ -66,10 +66,10 @@ class ReusesReadsWithoutGradients(Around):
 
             return unshard_or_reuse
 
-        seams_stage3.wrap_unshard(self.right, wrap)
+        seams_stage3.wrap_unshard(self.base, wrap)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.kept.clear()
-        output = self.right(*args, **kwargs)
+        output = self.base(*args, **kwargs)
         self.kept.clear()
         return output

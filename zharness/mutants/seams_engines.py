@@ -166,17 +166,17 @@ def fsdp2_sync(engine: TorchEngine) -> Any:
 def reordered_device_mesh(engine: ModuleType, order: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Let the adapter ``engine`` build a DeviceMesh whose ranks ``order`` has changed, inside the block."""
     names = vars(engine)
-    right = names["build_device_mesh"]
+    original = names["build_device_mesh"]
 
     def build(mesh: Mesh, device: torch.device) -> DeviceMesh:
-        devices: DeviceMesh = right(mesh, device)
+        devices: DeviceMesh = original(mesh, device)
         return type(devices)(devices.device_type, order(devices.mesh), mesh_dim_names=devices.mesh_dim_names)
 
     names["build_device_mesh"] = build
     try:
         yield
     finally:
-        names["build_device_mesh"] = right
+        names["build_device_mesh"] = original
 
 
 def transpose_ranks(ranks: Tensor) -> Tensor:
@@ -288,10 +288,10 @@ def stage_schedule(engine: PipelineEngine) -> Any:
 def sum_one_weight_of_tied_layers(engine: DeepSpeedPipelineEngine) -> None:
     """Let DeepSpeed sum the gradient of the first weight of each tied layer over its stages, and of no other."""
     module = engine._engine.module
-    right = module.get_tied_weights_and_groups
+    original = module.get_tied_weights_and_groups
 
     def first_of_each() -> list[Any]:
-        return list({id(group): (weight, group) for weight, group in reversed(right())}.values())
+        return list({id(group): (weight, group) for weight, group in reversed(original())}.values())
 
     module.get_tied_weights_and_groups = first_of_each
 

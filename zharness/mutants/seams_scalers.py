@@ -21,9 +21,9 @@ def set_scaler_class(engine: TorchEngine, scaler: type[CallersGradScaler]) -> No
 def set_grad_scaler(engine: TorchEngine, build: Callable[..., torch.amp.GradScaler]) -> None:
     """Replace the GradScaler of the engine's loss scaler by another one with its scale, if it has a scaler."""
     if isinstance(engine._scaler, CallersGradScaler):
-        right = engine._scaler._scaler
+        original = engine._scaler._scaler
         device = torch.device(compute_device_type())
-        scaler = build(device.type, init_scale=right.get_scale())
+        scaler = build(device.type, init_scale=original.get_scale())
         engine._scaler = CallersGradScaler(scaler, device, engine._scaler._static_scale)
 
 

@@ -21,7 +21,6 @@ from zharness.engines import (
 from zharness.engines.reference import ReferenceEngine
 from zharness.engines.torch_engine import TorchEngine
 from zharness.mutants import seams, seams_engines
-from zharness.mutants.around import Around
 from zharness.mutants.mutant import (
     SHARDED_STAGES,
     FaultKind,
@@ -30,11 +29,12 @@ from zharness.mutants.mutant import (
     mutant,
     mutant_factory,
 )
+from zharness.mutants.wrapper import EngineWrapper
 from zharness.parity import Part
 
 
 @mutant(FaultKind.SHARDS, Target("training.trajectory", Part.GATHER, variant="sgd", dtype="bf16"), origin=Origin.SHARDS)
-class PublishesInTheWrongOrder(Around):
+class PublishesInTheWrongOrder(EngineWrapper):
     """Writes each updated shard of a weight to the position of the next rank's shard."""
 
     stages = (1,)
@@ -51,10 +51,10 @@ class PublishesInTheWrongOrder(Around):
 
             return shift
 
-        seams.wrap_all_gather_shards(self.right, wrap)
+        seams.wrap_all_gather_shards(self.base, wrap)
 
 
-class ReducedShards(Around, ABC):
+class ReducedShards(EngineWrapper, ABC):
     """The base class of mutants that change each gradient shard after its reduction."""
 
     stages = (2,)
@@ -65,7 +65,7 @@ class ReducedShards(Around, ABC):
         def wrap(reduce: seams.ReduceBucket) -> seams.ReduceBucket:
             return lambda bucket: [self.changed(shard) for shard in reduce(bucket)]
 
-        seams.wrap_reduce_bucket(self.right, wrap)
+        seams.wrap_reduce_bucket(self.base, wrap)
 
     @abstractmethod
     def changed(self, shard: Tensor) -> Tensor:
@@ -90,47 +90,47 @@ class SlipsByOneElement(ReducedShards):
 
 
 @mutant(FaultKind.SHARDS, Target("training.sgd_step", Part.OPTIMIZER, parameter="first.bias"), origin=Origin.SHARDS)
-class DropsTheShortShard(Around):
+class DropsTheShortShard(EngineWrapper):
     """Never updates the short shard of a parameter whose number of elements is not a multiple of the world size."""
 
     stages = (3,)
 
     def step(self) -> None:
-        leaves, rank = seams.leaves(self.right), dist.get_rank()
+        leaves, rank = seams.leaves(self.base), dist.get_rank()
         kept = [
             (leaves[name], leaves[name].clone())
-            for name, param in seams.model_params(self.right).items()
+            for name, param in seams.model_params(self.base).items()
             if param.layout.owned_numel(rank) < param.layout.shard_length
         ]
-        self.right.step()
+        self.base.step()
         with torch.no_grad():
             for leaf, before in kept:
                 leaf.copy_(before)
-        seams.publish(self.right, leaves)
+        seams.publish(self.base, leaves)
 
 
 @mutant(
     FaultKind.STALE, Target("training.trajectory", Part.GATHER, variant="adamw", dtype="bf16"), origin=Origin.SHARDS
 )
-class NeverPublishes(Around):
+class NeverPublishes(EngineWrapper):
     """Never copies the optimizer's updated master weights to the model."""
 
     stages = (1,)
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
-        seams.replace_publish(self.right, lambda names: None)
+        seams.replace_publish(self.base, lambda names: None)
 
 
 @mutant(FaultKind.SHARDS, Target("training.sgd_step", Part.GATHER), origin=Origin.CIRCUMSTANCES)
-class TellsItsShardsBackwards(Around):
+class TellsItsShardsBackwards(EngineWrapper):
     """Reports a layout in which the owners of each parameter's shards are in reverse order."""
 
     stages = (3,)
 
     def layout(self) -> Mapping[str, tuple[Piece, ...]]:
         last = dist.get_world_size() - 1
-        layout: Mapping[str, tuple[Piece, ...]] = self.right.layout()
+        layout: Mapping[str, tuple[Piece, ...]] = self.base.layout()
         return {
             name: tuple(replace(piece, rank=last - piece.rank) for piece in pieces) for name, pieces in layout.items()
         }
@@ -146,14 +146,14 @@ def longer(piece: Piece, end: int) -> Piece:
     Target("training.sgd_step", None, model="mlp", cause="without the padding of shards"),
     origin=Origin.BLIND_9,
 )
-class ReportsThePadding(Around):
+class ReportsThePadding(EngineWrapper):
     """Reports a layout in which the last shard of a parameter includes its padding."""
 
     stages = SHARDED_STAGES
 
     def layout(self) -> Mapping[str, tuple[Piece, ...]]:
-        lengths = {name: param.layout.shard_length for name, param in seams.model_params(self.right).items()}
-        layout: Mapping[str, tuple[Piece, ...]] = self.right.layout()
+        lengths = {name: param.layout.shard_length for name, param in seams.model_params(self.base).items()}
+        layout: Mapping[str, tuple[Piece, ...]] = self.base.layout()
         return {
             name: tuple(replace(piece, stop=piece.start + lengths[name]) for piece in pieces)
             for name, pieces in layout.items()
@@ -161,20 +161,20 @@ class ReportsThePadding(Around):
 
 
 @mutant(FaultKind.SHARDS, Target("training.sgd_step", Part.GATHER), origin=Origin.CIRCUMSTANCES)
-class TellsOverlappingShards(Around):
+class TellsOverlappingShards(EngineWrapper):
     """Reports a layout in which each shard extends by one element into the next shard."""
 
     stages = (1, 2)
 
     def layout(self) -> Mapping[str, tuple[Piece, ...]]:
-        layout: Mapping[str, tuple[Piece, ...]] = self.right.layout()
+        layout: Mapping[str, tuple[Piece, ...]] = self.base.layout()
         return {name: tuple(longer(piece, pieces[-1].stop) for piece in pieces) for name, pieces in layout.items()}
 
 
 @mutant_factory(
     FaultKind.SHARDS,
     Target("parameters.every_kind", model="odd", parameter="transposed"),
-    over="reference",
+    wraps="reference",
     stages=SHARDED_STAGES,
     origin=Origin.BLIND_1,
 )
@@ -200,7 +200,7 @@ def strided_in_memory_order(model: nn.Module, config: EngineConfig) -> Reference
 @mutant_factory(
     FaultKind.SHARDS,
     Target("parameters.every_kind", Part.LOCAL_GRADIENT, model="odd", parameter="transposed"),
-    over="reference",
+    wraps="reference",
     stages=(0, 1, 2),
     origin=Origin.BLIND_6,
 )
@@ -241,7 +241,7 @@ class _UnpacksInMemoryOrder(seams.Bucket):
 @mutant_factory(
     FaultKind.SHARDS,
     Target("parameters.unfrozen", Part.OPTIMIZER, model="odd", parameter="transposed"),
-    over="reference",
+    wraps="reference",
     stages=(1, 2),
     origin=Origin.BLIND_5,
 )
@@ -258,7 +258,7 @@ def permuted_weights_mixed_up(model: nn.Module, config: EngineConfig) -> Referen
 @mutant_factory(
     FaultKind.SHARDS,
     Target("parameters.unfrozen", Part.OPTIMIZER, model="odd"),
-    over="reference",
+    wraps="reference",
     stages=SHARDED_STAGES,
     origin=Origin.BLIND_3,
 )
@@ -284,7 +284,7 @@ def empty_shard_ends_update(model: nn.Module, config: EngineConfig) -> Reference
 @mutant_factory(
     FaultKind.SHARDS,
     Target("training.trajectory", Part.GATHER, variant="adamw", dtype="bf16"),
-    over="reference",
+    wraps="reference",
     stages=(1, 2),
     origin=Origin.BLIND_4,
 )
@@ -319,7 +319,7 @@ def tail_not_published(model: nn.Module, config: EngineConfig) -> ReferenceEngin
 @mutant_factory(
     FaultKind.SCALE,
     Target("parameters.every_kind", model="odd"),
-    over="reference",
+    wraps="reference",
     stages=(1, 2),
     origin=Origin.BLIND_2,
 )
@@ -354,7 +354,7 @@ def tiny_parameters_are_not_averaged(model: nn.Module, config: EngineConfig) -> 
 @mutant_factory(
     FaultKind.SHARDS,
     Target("training.sgd_step", Part.GATHER, parameter="first.*"),
-    over="fsdp2",
+    wraps="fsdp2",
     stages=(2, 3),
     origin=Origin.BLIND_2,
 )

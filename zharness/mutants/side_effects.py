@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from zharness.engines import (
     EngineConfig,
 )
-from zharness.mutants.around import Around
 from zharness.mutants.mutant import (
     FaultKind,
     Origin,
     Target,
     mutant,
 )
+from zharness.mutants.wrapper import EngineWrapper
 from zharness.parity import Part
 
 
@@ -27,14 +27,14 @@ from zharness.parity import Part
     Target("training.modes", Part.FORWARD, model="stateful", parameter="mode of *"),
     origin=Origin.ONLOOKERS,
 )
-class TrainsInEvaluation(Around):
+class TrainsInEvaluation(EngineWrapper):
     """Switches the model to training mode before every forward."""
 
-    over = "ddp"
+    wraps = "ddp"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.module.train()
-        return self.right(*args, **kwargs)
+        return self.base(*args, **kwargs)
 
 
 @mutant(
@@ -42,30 +42,30 @@ class TrainsInEvaluation(Around):
     Target("training.sgd_step", Part.GATHER, parameter="precision of matrix products"),
     origin=Origin.ORDERS,
 )
-class LowersMatrixProducts(Around):
+class LowersMatrixProducts(EngineWrapper):
     """Lowers the precision of matrix products in the whole process at construction, as if for speed."""
 
-    over = "ddp"
+    wraps = "ddp"
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         torch.set_float32_matmul_precision("high")
         super().__init__(model, config)
 
     def close(self) -> None:
-        self.right.close()
+        self.base.close()
         torch.set_float32_matmul_precision("highest")  # the next cell of the process must have full precision
 
 
 @mutant(
     FaultKind.STALE, Target("training.any_order", Part.FORWARD, variant="steps", parameter="loss"), origin=Origin.ORDERS
 )
-class LogsTheMeanLoss(Around):
+class LogsTheMeanLoss(EngineWrapper):
     """Averages the loss over ranks for its log, and overwrites the caller's loss tensor with the mean."""
 
-    over = "ddp"
+    wraps = "ddp"
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        self.right.backward(loss, retain_graph=retain_graph)
+        self.base.backward(loss, retain_graph=retain_graph)
         dist.all_reduce(loss.data)
         loss.data /= dist.get_world_size()
 
@@ -75,16 +75,16 @@ class LogsTheMeanLoss(Around):
     Target("training.any_order", Part.FORWARD, variant="steps", parameter="inputs"),
     origin=Origin.ORDERS,
 )
-class WantsGradientsOfInputs(Around):
+class WantsGradientsOfInputs(EngineWrapper):
     """Makes the caller's input tensors require a gradient, as if for reentrant checkpoints."""
 
-    over = "ddp"
+    wraps = "ddp"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         for value in args:
             if isinstance(value, Tensor) and value.is_floating_point() and value.is_leaf and torch.is_grad_enabled():
                 value.requires_grad_()
-        return self.right(*args, **kwargs)
+        return self.base(*args, **kwargs)
 
 
 def modes_target(parameter: str, variant: str = "") -> Target:
@@ -93,35 +93,35 @@ def modes_target(parameter: str, variant: str = "") -> Target:
 
 
 @mutant(FaultKind.AUTOCAST, modes_target("default dtype after full_state_dict", "float64"), origin=Origin.BLIND_7)
-class ResetsTheDefaultDtype(Around):
+class ResetsTheDefaultDtype(EngineWrapper):
     """Sets torch's default dtype to float32 in ``full_state_dict``."""
 
     def full_state_dict(self) -> dict[str, Tensor]:
         torch.set_default_dtype(torch.float32)
-        state: dict[str, Tensor] = self.right.full_state_dict()
+        state: dict[str, Tensor] = self.base.full_state_dict()
         return state
 
 
 @mutant(FaultKind.STATE, modes_target("random state after step", "clipped"), origin=Origin.BLIND_7)
-class DrawsNumbersToClip(Around):
+class DrawsNumbersToClip(EngineWrapper):
     """Draws a random number in a step if clipping is configured."""
 
-    over = "ddp"
+    wraps = "ddp"
 
     def step(self) -> None:
         if self.config.clip is not None:
             torch.rand(1)
-        self.right.step()
+        self.base.step()
 
 
-class EnablesGradientsAtTheEnd(Around):
+class EnablesGradientsAtTheEnd(EngineWrapper):
     """The base class of mutants that disable gradients; ``close`` enables them for the next cell of the process."""
 
-    over = "ddp"
+    wraps = "ddp"
 
     def close(self) -> None:
         torch.set_grad_enabled(True)
-        self.right.close()
+        self.base.close()
 
 
 @mutant(FaultKind.AUTOCAST, modes_target("gradient mode after step", "clipped"), origin=Origin.BLIND_7)
@@ -129,7 +129,7 @@ class EndsClippingWithoutGradients(EnablesGradientsAtTheEnd):
     """Leaves gradients disabled after a step if clipping is configured."""
 
     def step(self) -> None:
-        self.right.step()
+        self.base.step()
         torch.set_grad_enabled(self.config.clip is None)
 
 
@@ -139,7 +139,7 @@ class ReadsWithoutGradients(EnablesGradientsAtTheEnd):
 
     def read_param(self, name: str) -> Tensor:
         torch.set_grad_enabled(False)
-        weight: Tensor = self.right.read_param(name)
+        weight: Tensor = self.base.read_param(name)
         return weight
 
 
@@ -148,23 +148,23 @@ class ReadsWithoutGradients(EnablesGradientsAtTheEnd):
     modes_target("gradient mode after read_param under no_grad", "read_out"),
     origin=Origin.ONLOOKERS,
 )
-class ReadsWithGradients(Around):
+class ReadsWithGradients(EngineWrapper):
     """Leaves gradients enabled after ``read_param``, even if the caller has disabled them."""
 
     def read_param(self, name: str) -> Tensor:
-        weight: Tensor = self.right.read_param(name)
+        weight: Tensor = self.base.read_param(name)
         torch.set_grad_enabled(True)
         return weight
 
 
 @mutant(FaultKind.AUTOCAST, modes_target("training flag of * after forward under no_grad"), origin=Origin.BLIND_7)
-class StaysInEvaluation(Around):
+class StaysInEvaluation(EngineWrapper):
     """Switches the model to evaluation mode after a forward without gradients."""
 
-    over = "ddp"
+    wraps = "ddp"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        output = self.right(*args, **kwargs)
+        output = self.base(*args, **kwargs)
         if not torch.is_grad_enabled():
             self.module.eval()
         return output
@@ -175,26 +175,26 @@ class StaysInEvaluation(Around):
     modes_target("gradient mode after forward under no_grad"),
     origin=Origin.BLIND_12,
 )
-class EnablesGradientsAfterForwards(Around):
+class EnablesGradientsAfterForwards(EngineWrapper):
     """Leaves gradients enabled after a forward, even if the caller has disabled them."""
 
-    over = "ddp"
+    wraps = "ddp"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        output = self.right(*args, **kwargs)
+        output = self.base(*args, **kwargs)
         torch.set_grad_enabled(True)
         return output
 
 
 @mutant(FaultKind.AUTOCAST, modes_target("training flag of * after a forward that raises"), origin=Origin.BLIND_7)
-class EvaluatesAfterErrors(Around):
+class EvaluatesAfterErrors(EngineWrapper):
     """Switches the model to evaluation mode after a forward that raised."""
 
-    over = "ddp"
+    wraps = "ddp"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            return self.right(*args, **kwargs)
+            return self.base(*args, **kwargs)
         except Exception:
             self.module.eval()
             raise
@@ -205,35 +205,35 @@ class EvaluatesAfterErrors(Around):
     Target("training.forward_alone", Part.FORWARD, variant="no_grad", parameter="requires_grad of the outputs"),
     origin=Origin.ONLOOKERS,
 )
-class ForwardsWithGradients(Around):
+class ForwardsWithGradients(EngineWrapper):
     """Enables gradients in every forward, whatever the mode of the caller."""
 
-    over = "ddp"
+    wraps = "ddp"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with torch.enable_grad():
-            return self.right(*args, **kwargs)
+            return self.base(*args, **kwargs)
 
 
 CONSTRUCTOR = "__init__"
 
 
 @mutant(FaultKind.RANKS, modes_target("constructors of torch.nn after building the engine"), origin=Origin.ORDERS)
-class ReplacesInheritedConstructors(Around):
+class ReplacesInheritedConstructors(EngineWrapper):
     """Leaves a class of torch.nn with a constructor of its own, where it had inherited one."""
 
-    over = "ddp"
+    wraps = "ddp"
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
         setattr(nn.BatchNorm1d, CONSTRUCTOR, nn.BatchNorm1d.__init__)
 
     def close(self) -> None:
-        self.right.close()
+        self.base.close()
         delattr(nn.BatchNorm1d, CONSTRUCTOR)  # the next cell of the process must have the inherited constructor
 
 
-class ResetsFlagsInEvaluation(Around):
+class ResetsFlagsInEvaluation(EngineWrapper):
     """The base class of mutants that put every module into evaluation mode after a call, if the model was in it."""
 
     def reset_flags(self) -> None:
@@ -247,7 +247,7 @@ class SaveResetsFlags(ResetsFlagsInEvaluation):
     """Saves in evaluation mode, and restores the flag of the model for all of its submodules."""
 
     def save(self, path: Path) -> None:
-        self.right.save(path)
+        self.base.save(path)
         self.reset_flags()
 
 
@@ -256,5 +256,5 @@ class LoadResetsFlags(ResetsFlagsInEvaluation):
     """Loads in evaluation mode, and restores the flag of the model for all of its submodules."""
 
     def load(self, path: Path) -> None:
-        self.right.load(path)
+        self.base.load(path)
         self.reset_flags()

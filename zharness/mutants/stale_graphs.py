@@ -13,7 +13,6 @@ from zharness.engines import (
 )
 from zharness.engines.reference import ReferenceEngine
 from zharness.mutants import seams, seams_engines, seams_stage3
-from zharness.mutants.around import Around
 from zharness.mutants.mutant import (
     ALL_STAGES,
     FaultKind,
@@ -23,6 +22,7 @@ from zharness.mutants.mutant import (
     mutant,
     mutant_factory,
 )
+from zharness.mutants.wrapper import EngineWrapper
 from zharness.parity import Part
 
 
@@ -31,13 +31,13 @@ from zharness.parity import Part
     Target("double_backward.step_between_retained_backwards", Part.LOCAL_GRADIENT, model="blocks"),
     origin=Origin.SHARDS,
 )
-class WritesWeightsUnseen(Around):
+class WritesWeightsUnseen(EngineWrapper):
     """Hides the weight updates of a step from autograd, so a graph that saved the old weights uses the new ones."""
 
     def step(self) -> None:
         parameters = tuple(self.module.parameters())
         versions = seams_engines.versions(parameters)
-        self.right.step()
+        self.base.step()
         seams_engines.set_versions(parameters, versions)
 
 
@@ -47,12 +47,12 @@ class WritesWeightsUnseen(Around):
     origin=Origin.SHARDS,
     imitates=deepspeed(8539),
 )
-class ReadsFreshMemory(Around):
+class ReadsFreshMemory(EngineWrapper):
     """Adds uninitialized memory, multiplied by zero, to every gradient."""
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        self.right.backward(loss, retain_graph=retain_graph)
-        for parameter in self.trained():
+        self.base.backward(loss, retain_graph=retain_graph)
+        for parameter in self.parameters_with_grad():
             assert parameter.grad is not None
             parameter.grad = parameter.grad + 0 * torch.empty_like(parameter)
 
@@ -73,7 +73,7 @@ class _StepBehindAutograd(ReferenceEngine):
 @mutant_factory(
     FaultKind.STALE,
     Target("double_backward.step_between_retained_backwards", Part.LOCAL_GRADIENT, model="blocks"),
-    over="reference",
+    wraps="reference",
     stages=ALL_STAGES,
     origin=Origin.BLIND_2,
 )
@@ -89,7 +89,7 @@ def step_behind_autograds_back(model: nn.Module, config: EngineConfig) -> Refere
 @mutant_factory(
     FaultKind.GRAPH,
     Target("double_backward.step_between_retained_backwards", Part.LOCAL_GRADIENT, model="blocks", parameter="refused"),
-    over="reference",
+    wraps="reference",
     stages=(3,),
     origin=Origin.BLIND_3,
 )
@@ -107,7 +107,7 @@ def stale_graph_accepted(model: nn.Module, config: EngineConfig) -> ReferenceEng
 @mutant_factory(
     FaultKind.STALE,
     Target("double_backward.step_between_retained_backwards", Part.LOCAL_GRADIENT, model="blocks", parameter="refused"),
-    over="reference",
+    wraps="reference",
     stages=(3,),
     origin=Origin.BLIND_6,
 )

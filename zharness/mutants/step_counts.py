@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 from zharness.engines import EngineConfig
 from zharness.mutants import seams
-from zharness.mutants.around import Around
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.mutants.wrapper import EngineWrapper
 from zharness.parity import Part
 
 
@@ -17,19 +17,19 @@ def step_count_target(variant: str = "") -> Target:
 
 
 @mutant(FaultKind.OPTIMIZER, step_count_target(), origin=Origin.BLIND_11)
-class ReadsTheLiveStepCount(Around):
+class ReadsTheLiveStepCount(EngineWrapper):
     """If the caller reads a step count, returns the optimizer's own tensor."""
 
     def read_optimizer_state(self, name: str, key: str) -> Tensor | None:
         if key == "step":
-            own: Tensor = self.optimizer.state[seams.leaves(self.right)[name]][key]
+            own: Tensor = self.optimizer.state[seams.leaves(self.base)[name]][key]
             return own
-        value: Tensor | None = self.right.read_optimizer_state(name, key)
+        value: Tensor | None = self.base.read_optimizer_state(name, key)
         return value
 
 
 @mutant(FaultKind.OPTIMIZER, step_count_target("idle"), origin=Origin.BLIND_11)
-class ReadsTheStepsOfTheEngine(Around):
+class ReadsTheStepsOfTheEngine(EngineWrapper):
     """If the caller reads a step count, returns the number of all steps, also of those that left the weight idle."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -37,9 +37,9 @@ class ReadsTheStepsOfTheEngine(Around):
         self.steps = 0
 
     def step(self) -> None:
-        self.right.step()
+        self.base.step()
         self.steps += 1
 
     def read_optimizer_state(self, name: str, key: str) -> Tensor | None:
-        value: Tensor | None = self.right.read_optimizer_state(name, key)
+        value: Tensor | None = self.base.read_optimizer_state(name, key)
         return value if value is None or key != "step" else value.new_full((), self.steps)

@@ -16,22 +16,22 @@ from torch import Tensor, nn
 
 from zharness.comm import ALL_GATHER, Comm
 from zharness.engines import EngineConfig
-from zharness.mutants.around import Around, OverDDP
 from zharness.mutants.mutant import SHARDED_STAGES, FaultKind, Origin, Target, mutant
 from zharness.mutants.seams_streams import delay_current_stream, replace_comm, warm_stream
+from zharness.mutants.wrapper import DDPWrapper, EngineWrapper
 from zharness.parity import Part
 
 GPU = "cuda"
 
 
-class BrokenCollectives(Around):
+class BrokenCollectives(EngineWrapper):
     """The base class of mutants whose collectives are those of ``broken``."""
 
     broken: ClassVar[type[Comm]]
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
-        replace_comm(self.right, type(self).broken)
+        replace_comm(self.base, type(self).broken)
 
 
 class UnawaitedGather(Comm):
@@ -202,12 +202,12 @@ class FreesGradientsBeforeTheyAreRead(BrokenCollectives):
 
 
 @mutant(FaultKind.STALE, Target("training.grads"), origin=Origin.STREAMS, device=GPU)
-class ReadsHostCopyBeforeItIsThere(Around):
+class ReadsHostCopyBeforeItIsThere(EngineWrapper):
     """Reads gradients from pinned host memory without waiting for the copy from the GPU."""
 
     def full_grads(self) -> Mapping[str, Tensor]:
         copies = {}
-        for name, grad in self.right.full_grads().items():
+        for name, grad in self.base.full_grads().items():
             on_gpu = grad.to(GPU)
             delay_current_stream()
             pinned = torch.zeros(grad.shape, dtype=grad.dtype, pin_memory=True)
@@ -216,12 +216,12 @@ class ReadsHostCopyBeforeItIsThere(Around):
 
 
 @mutant(FaultKind.STALE, Target("training.grads"), origin=Origin.STREAMS, device=GPU)
-class ReadsGradientsOnTheHostStream(Around):
+class ReadsGradientsOnTheHostStream(EngineWrapper):
     """Copies gradients to the host on a stream that does not wait for the backward."""
 
     def full_grads(self) -> Mapping[str, Tensor]:
         copies = {}
-        for name, grad in self.right.full_grads().items():
+        for name, grad in self.base.full_grads().items():
             on_gpu = grad.to(GPU)
             side, late = warm_stream(on_gpu), torch.zeros_like(on_gpu)
             delay_current_stream()
@@ -238,7 +238,7 @@ class ReadsGradientsOnTheHostStream(Around):
     origin=Origin.STREAMS,
     device=GPU,
 )
-class ClipsBeforeNormIsComputed(OverDDP):
+class ClipsBeforeNormIsComputed(DDPWrapper):
     """Multiplies gradients by a factor that another stream is still computing."""
 
     def step(self) -> None:
@@ -248,7 +248,7 @@ class ClipsBeforeNormIsComputed(OverDDP):
         with torch.cuda.stream(side):
             delay_current_stream()
             factor.fill_(1.0)
-        for parameter in self.trained():
+        for parameter in self.parameters_with_grad():
             assert parameter.grad is not None
             parameter.grad.mul_(factor)
         torch.cuda.synchronize()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from zharness.mutants.around import SpoiledLoad
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.mutants.wrapper import SpoiledLoad
 from zharness.parity import Part
 
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from zharness.engines import EngineConfig
 from zharness.engines.tensor_access import SupportsReadOut, SupportsShardAccess, SupportsWriteIn
 from zharness.mutants import seams
-from zharness.mutants.around import Around
 from zharness.mutants.gradient_norm import compute_norm
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.mutants.wrapper import EngineWrapper
 from zharness.parity import Part
 
 MODEL = "similar"
@@ -36,19 +36,19 @@ class TensorAccess(SupportsReadOut, SupportsWriteIn, SupportsShardAccess, Protoc
     """An engine with all functions that read and replace single tensors."""
 
 
-class AroundSharded(Around):
+class ShardedWrapper(EngineWrapper):
     """The base class of mutants of stage 2, which shards gradients and optimizer state but not weights."""
 
     stages = (2,)
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
-        self.access: TensorAccess = self.right
-        self.neighbour_of = neighbours(self.module, self.right.full_params())
+        self.access: TensorAccess = self.base
+        self.neighbour_of = neighbours(self.module, self.base.full_params())
 
 
 @mutant(FaultKind.SHARDS, Target("access.read_grad", model=MODEL), origin=Origin.ONLOOKERS)
-class ReadsTheNeighboursGrad(AroundSharded):
+class ReadsTheNeighboursGrad(ShardedWrapper):
     """If the caller reads a gradient, returns the gradient of the next parameter of the same shape."""
 
     def read_grad(self, name: str) -> Tensor | None:
@@ -61,7 +61,7 @@ class ReadsTheNeighboursGrad(AroundSharded):
     Target("access.read_accumulated_grad", model=MODEL, variant="caller"),
     origin=Origin.ONLOOKERS,
 )
-class ReadsTheSumOfTheWindow(AroundSharded):
+class ReadsTheSumOfTheWindow(ShardedWrapper):
     """If the caller reads a gradient, returns it multiplied by the number of micro-batches per step."""
 
     def read_grad(self, name: str) -> Tensor | None:
@@ -70,24 +70,24 @@ class ReadsTheSumOfTheWindow(AroundSharded):
 
 
 @mutant(FaultKind.CLIPPING, Target("access.read_grad", model=MODEL, variant="clipped"), origin=Origin.ONLOOKERS)
-class ReadsTheClippedGrad(AroundSharded):
+class ReadsTheClippedGrad(ShardedWrapper):
     """If the caller reads a gradient, returns the gradient as it will be after clipping."""
 
     def read_grad(self, name: str) -> Tensor | None:
         grad = self.access.read_grad(name)
         if grad is None or self.config.clip is None:
             return grad
-        factor = min(1.0, self.config.clip / compute_norm(self.right.full_grads()))
+        factor = min(1.0, self.config.clip / compute_norm(self.base.full_grads()))
         return grad * factor
 
 
 @mutant(FaultKind.LOSS_SCALE, Target("access.read_scaled_grad", model=MODEL), origin=Origin.ONLOOKERS)
-class ReadsTheScaledGrad(AroundSharded):
+class ReadsTheScaledGrad(ShardedWrapper):
     """If the caller reads a gradient, returns the gradient of the scaled loss, not divided by the loss scale."""
 
     def read_grad(self, name: str) -> Tensor | None:
         grad = self.access.read_grad(name)
-        return None if grad is None else grad * float(self.right.observe().loss_scale)
+        return None if grad is None else grad * float(self.base.observe().loss_scale)
 
 
 @mutant(
@@ -95,15 +95,15 @@ class ReadsTheScaledGrad(AroundSharded):
     Target("access.read_grad_in_window", Part.ACCUMULATION, model=MODEL, variant="caller"),
     origin=Origin.ONLOOKERS,
 )
-class ReadingEndsTheWindow(AroundSharded):
+class ReadingEndsTheWindow(ShardedWrapper):
     """If a gradient is read inside an accumulation window, drops the gradients of all earlier micro-batches."""
 
     backwards, was_read = 0, False
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         if self.was_read and self.backwards < self.config.accumulation_steps:
-            self.right.zero_grad()
-        self.right.backward(loss, retain_graph=retain_graph)
+            self.base.zero_grad()
+        self.base.backward(loss, retain_graph=retain_graph)
         self.backwards += 1
 
     def read_grad(self, name: str) -> Tensor | None:
@@ -112,7 +112,7 @@ class ReadingEndsTheWindow(AroundSharded):
 
 
 @mutant(FaultKind.SHARDS, Target("access.read_param", Part.GATHER, model=MODEL), origin=Origin.ONLOOKERS)
-class ReadsTheNeighboursWeight(AroundSharded):
+class ReadsTheNeighboursWeight(ShardedWrapper):
     """If the caller reads a weight, returns the weight of the next parameter of the same shape."""
 
     def read_param(self, name: str) -> Tensor | None:
@@ -120,7 +120,7 @@ class ReadsTheNeighboursWeight(AroundSharded):
 
 
 @mutant(FaultKind.STALE, Target("access.read_param", Part.OPTIMIZER, model=MODEL), origin=Origin.ONLOOKERS)
-class ReadsTheFirstWeight(AroundSharded):
+class ReadsTheFirstWeight(ShardedWrapper):
     """If the caller reads a weight again after a step, returns the value from the first reading."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -128,11 +128,11 @@ class ReadsTheFirstWeight(AroundSharded):
         self.read_before: dict[str, Tensor] = {}
 
     def read_param(self, name: str) -> Tensor | None:
-        return self.read_before.setdefault(name, self.right.read_param(name)).clone()
+        return self.read_before.setdefault(name, self.base.read_param(name)).clone()
 
 
 @mutant(FaultKind.PARAMETERS, Target("access.read_frozen", Part.GATHER, model=MODEL), origin=Origin.ONLOOKERS)
-class ReadsATrainedWeightForAFrozenOne(AroundSharded):
+class ReadsATrainedWeightForAFrozenOne(ShardedWrapper):
     """If the caller reads a frozen weight, returns a trained weight of the same shape."""
 
     def read_param(self, name: str) -> Tensor | None:
@@ -146,7 +146,7 @@ class ReadsATrainedWeightForAFrozenOne(AroundSharded):
     Target("access.read_state", Part.OPTIMIZER, model=MODEL, variant="adam"),
     origin=Origin.ONLOOKERS,
 )
-class ReadsTheNeighboursState(AroundSharded):
+class ReadsTheNeighboursState(ShardedWrapper):
     """If the caller reads optimizer state, returns the state of the next parameter of the same shape."""
 
     def read_optimizer_state(self, name: str, key: str) -> Tensor | None:
@@ -158,11 +158,11 @@ class ReadsTheNeighboursState(AroundSharded):
     Target("access.read_state", Part.OPTIMIZER, model=MODEL, variant="groups", parameter="*bias/*"),
     origin=Origin.ONLOOKERS,
 )
-class ReadsZerosOfLaterGroups(AroundSharded):
+class ReadsZerosOfLaterGroups(ShardedWrapper):
     """If the caller reads optimizer state of a parameter outside the first parameter group, returns zeros."""
 
     def read_optimizer_state(self, name: str, key: str) -> Tensor | None:
-        state: Tensor = self.right.read_optimizer_state(name, key)
+        state: Tensor = self.base.read_optimizer_state(name, key)
         in_later_group = len(self.config.optimizer.groups) > 0 and name.endswith("bias")
         return torch.zeros_like(state) if in_later_group else state
 
@@ -173,7 +173,7 @@ class ReadsZerosOfLaterGroups(AroundSharded):
     Target("access.write_grad", Part.OPTIMIZER, model=MODEL, variant="twice"),
     origin=Origin.ONLOOKERS,
 )
-class WritesAGradThatNoStepUses(AroundSharded):
+class WritesAGradThatNoStepUses(ShardedWrapper):
     """Returns the new gradient if the caller reads it after a write, but steps with the gradient before the write."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -188,7 +188,7 @@ class WritesAGradThatNoStepUses(AroundSharded):
 
 
 @mutant(FaultKind.SHARDS, Target("access.write_grad", model=MODEL, variant="one"), origin=Origin.ONLOOKERS)
-class WritesTheNeighboursGradToo(AroundSharded):
+class WritesTheNeighboursGradToo(ShardedWrapper):
     """If the caller replaces a gradient, also replaces that of the next parameter of the same shape."""
 
     def write_grad(self, name: str, value: Tensor) -> None:
@@ -202,18 +202,18 @@ class WritesTheNeighboursGradToo(AroundSharded):
     Target("access.write_grad", model=MODEL, variant="clipped_shard", parameter="norm"),
     origin=Origin.ONLOOKERS,
 )
-class NormFromBeforeTheWrite(AroundSharded):
+class NormFromBeforeTheWrite(ShardedWrapper):
     """Clips by the norm of the gradients that backward computed, although the caller has replaced gradients."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
         self.norm_before: float | None = None
-        seams.wrap_grad_norm(self.right, lambda norm: lambda: norm() if self.norm_before is None else self.norm_before)
+        seams.wrap_grad_norm(self.base, lambda norm: lambda: norm() if self.norm_before is None else self.norm_before)
 
     def remember_norm(self) -> None:
         """Record the norm of the gradients that backward computed, unless a norm is recorded already."""
         if self.norm_before is None:
-            self.norm_before = compute_norm(self.right.full_grads())
+            self.norm_before = compute_norm(self.base.full_grads())
 
     def write_grad(self, name: str, value: Tensor) -> None:
         self.remember_norm()
@@ -230,7 +230,7 @@ class NormFromBeforeTheWrite(AroundSharded):
     Target("access.write_grad", model=MODEL, variant="engine"),
     origin=Origin.ONLOOKERS,
 )
-class DividesAWrittenGrad(AroundSharded):
+class DividesAWrittenGrad(ShardedWrapper):
     """If the caller replaces a gradient, divides the new gradient by the number of micro-batches."""
 
     def write_grad(self, name: str, value: Tensor) -> None:
@@ -238,7 +238,7 @@ class DividesAWrittenGrad(AroundSharded):
 
 
 @mutant(FaultKind.RANKS, Target("access.write_grad", model=MODEL, variant="shard"), origin=Origin.ONLOOKERS)
-class OnlyRank0WritesShards(AroundSharded):
+class OnlyRank0WritesShards(ShardedWrapper):
     """Ignores the shards of gradients that ranks other than rank 0 replace."""
 
     def write_grad_shard(self, name: str, value: Tensor) -> None:
@@ -252,7 +252,7 @@ class OnlyRank0WritesShards(AroundSharded):
     Target("access.write_param", Part.OPTIMIZER, model=MODEL, variant="before_step"),
     origin=Origin.ONLOOKERS,
 )
-class WritesAWeightThatNoStepUses(AroundSharded):
+class WritesAWeightThatNoStepUses(ShardedWrapper):
     """Returns the new weight if the caller reads it after a write, but steps from the weight before the write."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -271,21 +271,21 @@ class WritesAWeightThatNoStepUses(AroundSharded):
     Target("access.write_param", Part.GATHER, model=MODEL, variant="forward"),
     origin=Origin.ONLOOKERS,
 )
-class WritesAWeightForTheStepOnly(AroundSharded):
+class WritesAWeightForTheStepOnly(ShardedWrapper):
     """Writes only the shard of the weight that this rank's optimizer updates.
 
     The next forward still uses the old values of the other ranks' shards.
     """
 
     def write_param(self, name: str, value: Tensor) -> None:
-        start, stop = seams.model_params(self.right)[name].layout.shard_bounds(dist.get_rank())
-        seams.leaves(self.right)[name].copy_(value.flatten()[start:stop])
+        start, stop = seams.model_params(self.base)[name].layout.shard_bounds(dist.get_rank())
+        seams.leaves(self.base)[name].copy_(value.flatten()[start:stop])
 
 
 @mutant(
     FaultKind.RANKS, Target("access.write_param", Part.GATHER, model=MODEL, variant="shard"), origin=Origin.ONLOOKERS
 )
-class OnlyRank0WritesShardsOfWeights(AroundSharded):
+class OnlyRank0WritesShardsOfWeights(ShardedWrapper):
     """Ignores the shards of weights that ranks other than rank 0 replace."""
 
     def write_param_shard(self, name: str, value: Tensor) -> None:
@@ -299,19 +299,19 @@ class OnlyRank0WritesShardsOfWeights(AroundSharded):
     Target("access.write_param", Part.GATHER, model=MODEL, variant="before_step", parameter="shift"),
     origin=Origin.ONLOOKERS,
 )
-class WritesNoShortShard(Around):
+class WritesNoShortShard(EngineWrapper):
     """Leaves the elements of a shard that is shorter than the first one as they were in ``write_param``."""
 
     stages = (1, 3)
 
     def write_param(self, name: str, value: Tensor) -> None:
-        written, before = value.clone(), self.right.read_param(name)
-        pieces = self.right.layout()[name]
+        written, before = value.clone(), self.base.read_param(name)
+        pieces = self.base.layout()[name]
         longest = max(piece.stop - piece.start for piece in pieces)
         for piece in pieces:
             if piece.stop - piece.start < longest:
                 written.flatten()[piece.start : piece.stop] = before.flatten()[piece.start : piece.stop]
-        self.right.write_param(name, written)
+        self.base.write_param(name, written)
 
 
 @mutant(
@@ -320,7 +320,7 @@ class WritesNoShortShard(Around):
     Target("access.write_state", Part.OPTIMIZER, model=MODEL, variant="adam"),
     origin=Origin.ONLOOKERS,
 )
-class WritesStateThatNoStepUses(AroundSharded):
+class WritesStateThatNoStepUses(ShardedWrapper):
     """Returns the new optimizer state until the next step, which starts from the state before the write."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -334,7 +334,7 @@ class WritesStateThatNoStepUses(AroundSharded):
         return self.written[name, key] if (name, key) in self.written else self.access.read_optimizer_state(name, key)
 
     def step(self) -> None:
-        self.right.step()
+        self.base.step()
         self.written.clear()
 
 
@@ -344,7 +344,7 @@ class WritesStateThatNoStepUses(AroundSharded):
     Target("access.write_state", Part.OPTIMIZER, model=MODEL, variant="adam_shard"),
     origin=Origin.ONLOOKERS,
 )
-class OnlyRank0WritesShardsOfState(AroundSharded):
+class OnlyRank0WritesShardsOfState(ShardedWrapper):
     """Ignores the shards of optimizer state that ranks other than rank 0 replace."""
 
     def write_optimizer_state_shard(self, name: str, key: str, value: Tensor) -> None:
@@ -359,7 +359,7 @@ class OnlyRank0WritesShardsOfState(AroundSharded):
     Target("access.read_shard", Part.GATHER, model=MODEL, variant="state"),
     origin=Origin.ONLOOKERS,
 )
-class ReadsTheNeighboursShards(AroundSharded):
+class ReadsTheNeighboursShards(ShardedWrapper):
     """If the caller reads this rank's shard of a tensor, returns that of the next parameter of the same shape."""
 
     def read_grad_shard(self, name: str) -> Tensor:

@@ -6,15 +6,15 @@ import torch
 from torch import Tensor
 
 from zharness.mutants import seams
-from zharness.mutants.around import Around, OverDDP
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.mutants.wrapper import DDPWrapper, EngineWrapper
 from zharness.parity import Part
 
 MODEL = "similar"
 
 
 @mutant(FaultKind.STALE, Target("access.read_param", Part.GATHER, model=MODEL), origin=Origin.BLIND_7)
-class ReturnsTheWeightItself(OverDDP):
+class ReturnsTheWeightItself(DDPWrapper):
     """Returns the weight itself from ``read_param``, so that a caller who overwrites it changes the model."""
 
     def read_param(self, name: str) -> Tensor:
@@ -22,7 +22,7 @@ class ReturnsTheWeightItself(OverDDP):
 
 
 @mutant(FaultKind.STALE, Target("access.write_grad", Part.REDUCTION, model=MODEL), origin=Origin.BLIND_7)
-class KeepsTheCallersGradient(OverDDP):
+class KeepsTheCallersGradient(DDPWrapper):
     """Takes the caller's tensor itself in ``write_grad``, which the caller may overwrite afterwards."""
 
     def write_grad(self, name: str, value: Tensor) -> None:
@@ -35,14 +35,14 @@ class KeepsTheCallersGradient(OverDDP):
     Target("access.write_grad", Part.REDUCTION, model=MODEL),
     origin=Origin.BLIND_7,
 )
-class WritesInTheOrderOfMemory(OverDDP):
+class WritesInTheOrderOfMemory(DDPWrapper):
     """Writes a tensor in the order of its memory, as if it were contiguous."""
 
     def write_param(self, name: str, value: Tensor) -> None:
-        self.right.write_param(name, in_order_of_memory(value))
+        self.base.write_param(name, in_order_of_memory(value))
 
     def write_grad(self, name: str, value: Tensor) -> None:
-        self.right.write_grad(name, in_order_of_memory(value))
+        self.base.write_grad(name, in_order_of_memory(value))
 
 
 def in_order_of_memory(value: Tensor) -> Tensor:
@@ -51,21 +51,21 @@ def in_order_of_memory(value: Tensor) -> Tensor:
 
 
 @mutant(FaultKind.STALE, Target("training.looked_at", Part.OPTIMIZER), origin=Origin.BLIND_10)
-class ReturnsLiveStepCounts(Around):
+class ReturnsLiveStepCounts(EngineWrapper):
     """Returns the optimizer's own step counts from ``full_optimizer_state``, which the next step changes."""
 
     def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
-        state: dict[str, dict[str, Tensor]] = self.right.full_optimizer_state()
-        for name, leaf in seams.leaves(self.right).items():
+        state: dict[str, dict[str, Tensor]] = self.base.full_optimizer_state()
+        for name, leaf in seams.leaves(self.base).items():
             if name in state and "step" in state[name]:
                 state[name]["step"] = self.optimizer.state[leaf]["step"]
         return state
 
 
 @mutant(FaultKind.STALE, Target("access.read_state", Part.OPTIMIZER, MODEL, "adam"), origin=Origin.BLIND_10)
-class ReadsLiveState(Around):
+class ReadsLiveState(EngineWrapper):
     """Returns the optimizer's own tensors from ``read_optimizer_state``, which the next step changes."""
 
     def read_optimizer_state(self, name: str, key: str) -> Tensor:
-        state: Tensor = self.optimizer.state[seams.leaves(self.right)[name]][key]
+        state: Tensor = self.optimizer.state[seams.leaves(self.base)[name]][key]
         return state

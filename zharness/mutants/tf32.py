@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zharness.device.float32_products import Float32Products
-from zharness.mutants.around import Around, OverDDP
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.mutants.wrapper import DDPWrapper, EngineWrapper
 from zharness.parity import Part
 from zharness.parity.certificate import round_to_bits
 
@@ -47,18 +47,18 @@ class RoundedFactors(TorchDispatchMode):
     Target("training.trajectory", Part.FORWARD, variant="sgd"),
     origin=Origin.PRECISION,
 )
-class ForwardsInTf32(Around):
+class ForwardsInTf32(EngineWrapper):
     """Runs forwards in TF32."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with RoundedFactors():
-            return self.right(*args, **kwargs)
+            return self.base(*args, **kwargs)
 
 
 @mutant(FaultKind.AUTOCAST, Target("training.grads", Part.LOCAL_GRADIENT), origin=Origin.PRECISION)
-class BackwardsInTf32(OverDDP):
+class BackwardsInTf32(DDPWrapper):
     """Runs backwards in TF32."""
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         with RoundedFactors():
-            self.right.backward(loss, retain_graph=retain_graph)
+            self.base.backward(loss, retain_graph=retain_graph)

@@ -16,7 +16,6 @@ from zharness.engines import (
 from zharness.engines.reference import ReferenceEngine
 from zharness.engines.torch_engine import TorchEngine
 from zharness.mutants import seams, seams_engines, seams_stage3
-from zharness.mutants.around import Around, HookedParameters, in_backward
 from zharness.mutants.mutant import (
     FaultKind,
     Origin,
@@ -25,6 +24,7 @@ from zharness.mutants.mutant import (
     mutant,
     mutant_factory,
 )
+from zharness.mutants.wrapper import EngineWrapper, HookedParameters, in_backward
 from zharness.parity import Part
 
 
@@ -36,11 +36,11 @@ from zharness.parity import Part
     origin=Origin.GRAPHS,
     imitates=deepspeed(8026),
 )
-class SilentTransform(Around):
+class SilentTransform(EngineWrapper):
     """Detaches its output inside a torch.func transform, so that the transform's gradient is zero."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        output = self.right(*args, **kwargs)
+        output = self.base(*args, **kwargs)
         return output.detach() if torch_private.is_transforming() else output
 
 
@@ -60,11 +60,11 @@ class SilentTransform(Around):
     origin=Origin.GRAPHS,
     imitates=deepspeed(8026),
 )
-class ScaledTransform(Around):
+class ScaledTransform(EngineWrapper):
     """Halves its output inside a torch.func transform, like an engine that divides the output by accumulation steps."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        output = self.right(*args, **kwargs)
+        output = self.base(*args, **kwargs)
         return output / 2 if torch_private.is_transforming() else output
 
 
@@ -74,7 +74,7 @@ class ScaledTransform(Around):
     origin=Origin.GRAPHS,
     imitates=deepspeed(7913),
 )
-class LegacyFunctions(Around):
+class LegacyFunctions(EngineWrapper):
     """Uses autograd Functions whose forward takes ``ctx``, which torch.func does not support."""
 
     stages = (3,)
@@ -86,7 +86,7 @@ class LegacyFunctions(Around):
 
     def close(self) -> None:
         torch_private.has_setup_context = self.original_check
-        self.right.close()
+        self.base.close()
 
 
 class LinearWithoutVmapRule(torch.autograd.Function):
@@ -124,7 +124,7 @@ def apply_without_vmap_rule(inputs: Tensor, weight: Tensor, bias: Tensor | None 
     origin=Origin.GRAPHS,
     imitates=deepspeed(8023),
 )
-class ReplacesLinear(Around):
+class ReplacesLinear(EngineWrapper):
     """Replaces torch.nn.functional.linear by an autograd.Function that no forward can call under torch.func.vmap."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -134,13 +134,13 @@ class ReplacesLinear(Around):
 
     def close(self) -> None:
         nn.functional.linear = self.original_linear
-        self.right.close()
+        self.base.close()
 
 
 @mutant_factory(
     FaultKind.GRAPH,
     Target("torch_func.through_transforms", model="blocks"),
-    over="reference",
+    wraps="reference",
     stages=(3,),
     origin=Origin.BLIND_1,
 )
@@ -176,7 +176,7 @@ def reduced_once_a_backward(model: nn.Module, config: EngineConfig) -> Reference
 @mutant_factory(
     FaultKind.GRAPH,
     Target("torch_func.through_transforms", None, model="blocks", cause="does not require grad"),
-    over="reference",
+    wraps="reference",
     stages=(3,),
     origin=Origin.BLIND_2,
 )
@@ -194,7 +194,7 @@ def transforms_read_detached(model: nn.Module, config: EngineConfig) -> Referenc
 @mutant_factory(
     FaultKind.GRAPH,
     Target("torch_func.through_transforms", None, model="blocks", cause="does not require grad"),
-    over="reference",
+    wraps="reference",
     stages=(3,),
     origin=Origin.BLIND_4,
 )
@@ -212,7 +212,7 @@ def constants_in_transforms(model: nn.Module, config: EngineConfig) -> Reference
 @mutant_factory(
     FaultKind.GRAPH,
     Target("torch_func.through_transforms", None, model="blocks", cause="does not require grad"),
-    over="reference",
+    wraps="reference",
     stages=(3,),
     origin=Origin.BLIND_6,
 )
@@ -240,7 +240,7 @@ def _detach_in_transforms(unshard: seams_stage3.Unshard) -> seams_stage3.Unshard
 @mutant_factory(
     FaultKind.GRAPH,
     Target("torch_func.functional_call", Part.LOCAL_GRADIENT),
-    over="reference",
+    wraps="reference",
     stages=(3,),
     origin=Origin.BLIND_3,
 )
@@ -258,7 +258,7 @@ def substituted_weights_ignored(model: nn.Module, config: EngineConfig) -> Refer
 @mutant_factory(
     FaultKind.GRAPH,
     Target("torch_func.functional_call", Part.LOCAL_GRADIENT),
-    over="reference",
+    wraps="reference",
     stages=(3,),
     origin=Origin.BLIND_5,
 )
@@ -292,7 +292,11 @@ def _read_own_parameters(engine: ReferenceEngine, model: nn.Module) -> None:
 
 
 @mutant_factory(
-    FaultKind.GRAPH, Target("torch_func.has_aux", Part.LOCAL_GRADIENT), over="ddp", stages=(0,), origin=Origin.BLIND_1
+    FaultKind.GRAPH,
+    Target("torch_func.has_aux", Part.LOCAL_GRADIENT),
+    wraps="ddp",
+    stages=(0,),
+    origin=Origin.BLIND_1,
 )
 def ddp_detaches_keywords(model: nn.Module, config: EngineConfig) -> TorchEngine:
     """Detaches tensors that are passed to DDP's forward as keyword arguments.

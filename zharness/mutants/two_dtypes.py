@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from zharness.engines import EngineConfig
-from zharness.mutants.around import Around
 from zharness.mutants.circumstances import CountsMicroBatches
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.mutants.wrapper import EngineWrapper
 from zharness.parity import Part
 
 
@@ -34,7 +34,7 @@ class DropsFreshGradientsInBf16(CountsMicroBatches):
     Target("idle.frozen_forward", Part.OPTIMIZER, model="experts", dtype="bf16"),
     origin=Origin.CIRCUMSTANCES,
 )
-class ForgetsWeightsOfAFrozenForward(Around):
+class ForgetsWeightsOfAFrozenForward(EngineWrapper):
     """Never updates weights that were frozen in the first forward, if they are in bf16."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -44,10 +44,10 @@ class ForgetsWeightsOfAFrozenForward(Around):
     def __call__(self, *args: object, **kwargs: object) -> object:
         if self.frozen is None:
             self.frozen = {parameter for parameter in self.module.parameters() if not parameter.requires_grad}
-        return self.right(*args, **kwargs)
+        return self.base(*args, **kwargs)
 
     def step(self) -> None:
         for parameter in self.frozen or ():
             if parameter.dtype is torch.bfloat16:
                 parameter.grad = None
-        self.right.step()
+        self.base.step()

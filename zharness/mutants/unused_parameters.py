@@ -18,7 +18,6 @@ from zharness.engines import (
 from zharness.engines.reference import ReferenceEngine
 from zharness.engines.torch_engine import TorchEngine
 from zharness.mutants import seams, seams_engines
-from zharness.mutants.around import Around
 from zharness.mutants.mutant import (
     ALL_STAGES,
     FaultKind,
@@ -27,6 +26,7 @@ from zharness.mutants.mutant import (
     mutant,
     mutant_factory,
 )
+from zharness.mutants.wrapper import EngineWrapper
 from zharness.parity import Part
 
 
@@ -36,7 +36,7 @@ from zharness.parity import Part
     Target("backward.engine_backward", None, model="blocks", cause="unknown ['head.bias', 'head.weight']"),
     origin=Origin.GRAPHS,
 )
-class ZerosForTheUnused(Around):
+class ZerosForTheUnused(EngineWrapper):
     """Gives every parameter that the loss did not use a gradient of zeros, so that the optimizer decays it."""
 
     def fill(self) -> None:
@@ -47,21 +47,21 @@ class ZerosForTheUnused(Around):
 
     def full_grads(self) -> dict[str, Tensor]:
         self.fill()
-        grads: dict[str, Tensor] = self.right.full_grads()
+        grads: dict[str, Tensor] = self.base.full_grads()
         return grads
 
     def step(self) -> None:
         self.fill()
-        self.right.step()
+        self.base.step()
 
 
 @mutant(FaultKind.PARAMETERS, Target("parameters.stay_put", Part.OPTIMIZER, model="changing"), origin=Origin.GRAPHS)
-class DecaysTheUnused(Around):
+class DecaysTheUnused(EngineWrapper):
     """Applies weight decay to parameters that have no gradient."""
 
     def step(self) -> None:
-        used = self.right.full_grads()
-        self.right.step()
+        used = self.base.full_grads()
+        self.base.step()
         with torch.no_grad():
             for name, parameter in self.module.named_parameters():
                 if name not in used:
@@ -69,23 +69,23 @@ class DecaysTheUnused(Around):
 
 
 @mutant(FaultKind.OPTIMIZER, Target("training.any_order", Part.OPTIMIZER, variant="sums"), origin=Origin.ORDERS)
-class DecaysWhatHasNoGradient(Around):
+class DecaysWhatHasNoGradient(EngineWrapper):
     """Applies weight decay to all parameters in a step in which no parameter has a gradient."""
 
-    over = "ddp"
+    wraps = "ddp"
 
     def step(self) -> None:
-        if not any(True for _ in self.trained()):
+        if not any(True for _ in self.parameters_with_grad()):
             with torch.no_grad():
                 for parameter in self.module.parameters():
                     parameter.mul_(1 - 1e-3)
-        self.right.step()
+        self.base.step()
 
 
 @mutant_factory(
     FaultKind.PARAMETERS,
     Target("parameters.stay_put", Part.OPTIMIZER, model="changing", parameter="branch.*"),
-    over="reference",
+    wraps="reference",
     stages=ALL_STAGES,
     origin=Origin.BLIND_1,
 )
@@ -114,7 +114,7 @@ def idle_parameter_gets_zeros(model: nn.Module, config: EngineConfig) -> Referen
 @mutant_factory(
     FaultKind.PARAMETERS,
     Target("parameters.stay_put", Part.OPTIMIZER, model="changing", parameter="unused.*"),
-    over="reference",
+    wraps="reference",
     stages=(2,),
     origin=Origin.BLIND_2,
 )
@@ -148,7 +148,7 @@ class _Zeroes(TorchEngine):
 @mutant_factory(
     FaultKind.PARAMETERS,
     Target("parameters.stay_put", Part.OPTIMIZER, model="changing", parameter="branch.*"),
-    over="ddp",
+    wraps="ddp",
     stages=(0,),
     origin=Origin.BLIND_3,
 )
@@ -167,7 +167,7 @@ def zero_grad_leaves_zeros(model: nn.Module, config: EngineConfig) -> TorchEngin
 @mutant_factory(
     FaultKind.PARAMETERS,
     Target("parameters.stay_put", Part.OPTIMIZER, model="changing", parameter="branch.*"),
-    over="ddp",
+    wraps="ddp",
     stages=(0,),
     origin=Origin.BLIND_5,
 )
@@ -186,7 +186,7 @@ def zeros_for_none(model: nn.Module, config: EngineConfig) -> TorchEngine:
 @mutant_factory(
     FaultKind.PARAMETERS,
     Target("parameters.stay_put", Part.OPTIMIZER, model="changing", parameter="branch.*"),
-    over="reference",
+    wraps="reference",
     stages=ALL_STAGES,
     origin=Origin.BLIND_6,
 )
@@ -214,7 +214,7 @@ def once_used_gets_zeros(model: nn.Module, config: EngineConfig) -> ReferenceEng
 @mutant_factory(
     FaultKind.OPTIMIZER,
     Target("parameters.stay_put", Part.OPTIMIZER, model="changing", parameter="branch.*"),
-    over="reference",
+    wraps="reference",
     stages=ALL_STAGES,
     origin=Origin.BLIND_4,
 )
@@ -238,7 +238,7 @@ def one_step_count_for_all(model: nn.Module, config: EngineConfig) -> ReferenceE
 @mutant_factory(
     FaultKind.PARAMETERS,
     Target("parameters.used_on_some_ranks", None, model="changing", variant="others", cause="missing ['branch.bias'"),
-    over="reference",
+    wraps="reference",
     stages=(0, 1, 2),
     origin=Origin.BLIND_4,
 )
@@ -265,7 +265,7 @@ def first_rank_decides(model: nn.Module, config: EngineConfig) -> ReferenceEngin
 @mutant_factory(
     FaultKind.SCALE,
     Target("parameters.used_on_some_ranks", model="changing", parameter="branch.*"),
-    over="reference",
+    wraps="reference",
     stages=(0, 1, 2),
     origin=Origin.BLIND_1,
 )
@@ -298,7 +298,7 @@ def mean_over_users(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
 @mutant_factory(
     FaultKind.SCALE,
     Target("parameters.used_on_some_ranks", model="changing", parameter="branch.*"),
-    over="reference",
+    wraps="reference",
     stages=(0, 1),
     origin=Origin.BLIND_2,
 )
@@ -330,7 +330,7 @@ def users_alone_are_averaged(model: nn.Module, config: EngineConfig) -> Referenc
 @mutant_factory(
     FaultKind.SCALE,
     Target("parameters.used_on_some_ranks", model="changing", parameter="branch.*"),
-    over="reference",
+    wraps="reference",
     stages=(0, 1, 2),
     origin=Origin.BLIND_6,
 )

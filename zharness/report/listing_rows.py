@@ -32,7 +32,7 @@ def mutant_rows() -> Rows:
     return [
         {
             "mutant": mutant.name,
-            "over": f"{mutant.over} {','.join(map(str, mutant.stages))}",
+            "over": f"{mutant.wraps} {','.join(map(str, mutant.stages))}",
             "kind": mutant.kind.value,
             "what": mutant.description,
             "imitates": mutant.imitates,

@@ -15,67 +15,67 @@ from zharness.engines import AccumulationOwner, Capabilities, EngineConfig
 from zharness.mutants import seams_engines
 
 
-class Around:
+class EngineWrapper:
     """An engine that passes every call on to a correct engine.
 
-    Subclasses break one call, or a part of the correct engine. ``over`` is the name of the correct engine. ``stages``
+    Subclasses break one call, or a part of the correct engine. ``wraps`` is the name of the correct engine. ``stages``
     are the stages at which the subclass is broken.
     """
 
-    over: ClassVar[str] = "reference"
+    wraps: ClassVar[str] = "reference"
     stages: ClassVar[tuple[int, ...]] = (0,)
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         self.config = config
         # The type is Any, because mutants use attributes that are not in the protocol.
-        self.right: Any = engines.get(self.over)(model, config)
-        self.module: nn.Module = self.right.module
-        self.capabilities = self.claims(self.right.capabilities)
+        self.base: Any = engines.get(self.wraps)(model, config)
+        self.module: nn.Module = self.base.module
+        self.capabilities = self.claims(self.base.capabilities)
 
     @classmethod
-    def claims(cls, right: Capabilities) -> Capabilities:
+    def claims(cls, base: Capabilities) -> Capabilities:
         """Return the correct engine's capabilities, restricted to the stages at which the mutant is broken."""
-        return replace(right, stages=frozenset(cls.stages))
+        return replace(base, stages=frozenset(cls.stages))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.right(*args, **kwargs)
+        return self.base(*args, **kwargs)
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        self.right.backward(loss, retain_graph=retain_graph)
+        self.base.backward(loss, retain_graph=retain_graph)
 
     def step(self) -> None:
-        self.right.step()
+        self.base.step()
 
     def __getattr__(self, name: str) -> Any:
-        if name == "right":  # read while __init__ runs; the line below would recurse
+        if name == "base":  # read while __init__ runs; the line below would recurse
             raise AttributeError(name)
-        return getattr(self.right, name)
+        return getattr(self.base, name)
 
-    def trained(self) -> Iterator[nn.Parameter]:
+    def parameters_with_grad(self) -> Iterator[nn.Parameter]:
         """Return an iterator over the parameters that currently have a gradient."""
         return (parameter for parameter in self.module.parameters() if parameter.grad is not None)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """Return the optimizer of the correct engine."""
-        found: torch.optim.Optimizer = seams_engines.optimizer(self.right)
+        found: torch.optim.Optimizer = seams_engines.optimizer(self.base)
         return found
 
 
-class OverDDP(Around):
+class DDPWrapper(EngineWrapper):
     """The base class of mutants around DDP, whose optimizer is torch's own over full parameters."""
 
-    over = "ddp"
+    wraps = "ddp"
 
 
-class OverFSDP2(Around):
+class FSDP2Wrapper(EngineWrapper):
     """The base class of mutants around FSDP2, whose optimizer is torch's own over sharded parameters."""
 
-    over = "fsdp2"
+    wraps = "fsdp2"
     stages: ClassVar[tuple[int, ...]] = (3,)
 
 
-class HookedParameters(Around):
+class HookedParameters(EngineWrapper):
     """The base class of mutants that change the local gradient of every parameter in every backward."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -89,7 +89,7 @@ class HookedParameters(Around):
         return 2 * grad
 
 
-class CountsMicroBatches(Around):
+class CountsMicroBatches(EngineWrapper):
     """The base class of mutants that are wrong inside an engine's window, of ``window`` micro-batches.
 
     ``micro`` is the number of micro-batches of the window that were stepped. Where the caller owns the accumulation,
@@ -106,15 +106,15 @@ class CountsMicroBatches(Around):
         self.micro = (self.micro + 1) % self.window
 
 
-class SpoiledLoad(Around):
+class SpoiledLoad(EngineWrapper):
     """The base class of mutants that load a checkpoint correctly and then damage what was loaded."""
 
     def load(self, path: Path) -> None:
-        self.right.load(path)
+        self.base.load(path)
         self.spoil()
 
     def load_universal(self, path: Path) -> None:
-        self.right.load_universal(path)
+        self.base.load_universal(path)
         self.spoil()
 
     def spoil(self) -> None:
@@ -124,13 +124,13 @@ class SpoiledLoad(Around):
 in_backward = seams_engines.in_backward
 
 
-class ClosesOverOthers(Around):
+class ClosesOverOthers(EngineWrapper):
     """A base class of mutants that change every other engine of the process in ``close``.
 
     ``alive`` are the engines that are not closed; each subclass has a list of its own.
     """
 
-    alive: ClassVar[list[Around]]
+    alive: ClassVar[list[EngineWrapper]]
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -140,7 +140,7 @@ class ClosesOverOthers(Around):
         self.alive[:] = [engine for engine in self.alive if engine is not self]
         for engine in self.alive:
             self.change_other(engine)
-        self.right.close()
+        self.base.close()
 
-    def change_other(self, engine: Around) -> None:
+    def change_other(self, engine: EngineWrapper) -> None:
         """Change another engine that is not closed; subclasses override this method."""
