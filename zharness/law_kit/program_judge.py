@@ -191,10 +191,15 @@ class ProgramJudge:
         if is_repeated:
             suspects |= make_unreduced_suspects(self.ctx.evidence[0].layout, rows, ranks, self.program.window)
         micros, exact = self.add_zero_grads(recorded), self.certify_window()
-        for found in self.ctx.compare_reduced_grads(
+        comparisons = self.ctx.compare_reduced_grads(
             "grads", micros, position, exact=exact, scale=self.grad_scale, suspects=suspects
-        ):
+        )
+        for found in comparisons:
             yield self.hint_old_gradient(found, position)
+            if found.mismatch is not None:
+                break
+        # The report of a mismatch uses only the error ratios of the parameters that follow; hints take many backwards.
+        yield from comparisons
 
     def certify_window(self) -> bool:
         """Return whether no gradient since the last step is rounded, so that they are compared bitwise."""
