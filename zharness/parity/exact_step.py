@@ -25,7 +25,7 @@ def is_exact_step(
 ) -> bool:
     """Return whether a step of ``optimizer`` from these numbers rounds nothing in the weight's dtype.
 
-    ``momentum`` is the momentum buffer before the step, or None. False for every optimizer but SGD.
+    ``momentum`` is the momentum buffer before the step, or None. Returns False for every optimizer except SGD.
     """
     if optimizer != "sgd":
         return False
