@@ -216,7 +216,8 @@ class JudgeContext:
         local_grads = self._collect_local_grads(name, micros)
         rank_values = [record[name] for record in records]
         order_error = scale * bound_orders(name, micros)
-        # An empty list passes nothing: the gradient is small, or may be wrong. Only a comparison of the whole describes it.
+        # An empty list means that the gradient is small, differs between ranks or is wrong. The whole gradient is then
+        # compared, because pieces neither pass nor describe it: a mismatch and its hints are about a whole gradient.
         yield from self.compare_grad_in_pieces(
             name, local_grads, rank_values, step, exact, scale
         ) or self._compare_whole_grad(name, local_grads, rank_values, step, exact, scale, suspects, order_error)
