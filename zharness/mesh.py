@@ -31,7 +31,7 @@ _NOT_NAMED = {DATA_SHARD: "is what the other axes leave over of the world; leave
 
 @dataclass(frozen=True, order=True)
 class Mesh:
-    """The named axes of a mesh with their sizes, in the order of AXES; the default has data parallelism alone."""
+    """The named axes of a mesh with their sizes, in the order of AXES; the default has only data parallelism."""
 
     sizes: tuple[tuple[str, int], ...] = ()
 

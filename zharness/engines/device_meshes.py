@@ -20,7 +20,7 @@ Shape = tuple[str, tuple[int, ...], tuple[str, ...] | None]
 
 @lru_cache(maxsize=1)  # a process has one default group; meshes of an earlier group are unusable
 def find_meshes(_group: dist.ProcessGroup) -> dict[Shape, DeviceMesh]:
-    """Return the meshes of a default process group, to which the caller adds those that it builds."""
+    """Return the meshes of a default process group; the caller adds the meshes that it builds."""
     return {}
 
 

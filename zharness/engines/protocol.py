@@ -70,15 +70,19 @@ class OptimizerSpec:
 class EngineConfig:
     """The configuration that a law passes to an engine and to its baseline.
 
-    ``dtype`` applies to parameters, gradients and their reduction. Under bf16 and fp16 the optimizer updates fp32
-    master weights; under fp16 ``loss_scale`` is the static loss scale. ``options`` are the engine's own options.
-    ``mesh`` has the axes of parallelism beside data parallelism. ``tp_plan`` says by the name of a module how the axis
-    tp splits it, in the words of transformers' plans: ``colwise``, ``rowwise``. ``pp_plan`` has the names of the
-    modules that the model calls one after another, each with the outputs of the previous module; the axis pp splits
-    this list of modules. ``ep_plan`` has the names of the layers of experts, whose experts the axis ep splits. Such a
-    layer has a ``gate``, a linear layer without bias, and ``experts``; each token goes to the expert with the largest
-    softmax. ``cp_plan`` has the names of the attention modules: the axis cp splits the sequence, and only these modules
-    need the whole sequence. Their query, key, value and output are (samples, tokens, heads, features of a head).
+    - ``dtype`` applies to parameters, gradients and their reduction. Under bf16 and fp16 the optimizer updates fp32
+      master weights.
+    - ``loss_scale`` is the static loss scale under fp16.
+    - ``options`` are the engine's own options.
+    - ``mesh`` has the axes of parallelism beside data parallelism.
+    - ``tp_plan`` says by the name of a module how the axis tp splits it, in the words of transformers' plans:
+      ``colwise``, ``rowwise``.
+    - ``pp_plan`` has the names of the modules that the model calls one after another, each with the outputs of the
+      previous module. The axis pp splits this list of modules.
+    - ``ep_plan`` has the names of the layers of experts, whose experts the axis ep splits. Such a layer has a ``gate``,
+      a linear layer without bias, and ``experts``; each token goes to the expert with the largest softmax.
+    - ``cp_plan`` has the names of the attention modules. The axis cp splits the sequence, and only these modules need
+      the whole sequence. Their query, key, value and output are (samples, tokens, heads, features of a head).
     """
 
     stage: int = 0

@@ -59,7 +59,7 @@ class PlainTraining:
 
 @dataclass
 class PlainRun(ProgramJudge):
-    """A run of a program on plain PyTorch alone, which steps its own weights and compares nothing.
+    """A run of a program on plain PyTorch only, which steps its own weights and compares nothing.
 
     ``overflowing`` describes the numbers that are not finite. ``states`` has the states that saves wrote, by the
     version of the weights.

@@ -244,7 +244,7 @@ def compute_updates(
     weights: Mapping[str, Tensor],
     momentum: dict[str, BoundedTensor],
 ) -> BoundedGrads:
-    """Return what a step of SGD with a learning rate of 1 subtracts from each weight that has a gradient.
+    """Return the update that SGD with a learning rate of 1 subtracts from each weight that has a gradient.
 
     ``momentum`` is the momentum of each weight that a step has moved; this function updates it.
     """

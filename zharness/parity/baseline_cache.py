@@ -218,7 +218,7 @@ def describe_environment() -> str:
 
 
 def find_processor_lines() -> Iterator[str]:
-    """Yield the lines of /proc/cpuinfo that list what the processor can do."""
+    """Yield the lines of /proc/cpuinfo that list the processor's features."""
     path = Path("/proc/cpuinfo")
     if path.exists():
         yield from (line for line in path.read_text().splitlines() if line.startswith(("flags", "Features")))
@@ -295,7 +295,7 @@ def with_cache(baseline: Baseline) -> Baseline:
 
 @contextmanager
 def use_cache(folder: Path | None, report: Callable[[str], None]) -> Iterator[None]:
-    """Let the judges that are started inside the block keep results in ``folder``; report what they have used.
+    """Let the judges that are started inside the block keep results in ``folder``; report how many they read and added.
 
     Raises UsageError if the folder cannot be written.
     """

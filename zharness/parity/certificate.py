@@ -1,4 +1,4 @@
-"""Prove that no sum in a cell is rounded, whatever the order of summation. This proof is the certificate of tier X.
+"""Prove that no sum in a cell is rounded, in any order of summation. This proof is the certificate of tier X.
 
 Weights, inputs and targets are integers. The only divisions are by the number of samples and by the number of terms,
 both powers of two, so every number in the cell is a multiple of q = 1 / (samples x terms). The certificate runs the

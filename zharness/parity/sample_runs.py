@@ -55,7 +55,7 @@ class SampleRuns:
         """
 
         def record_part(part: Batch) -> tuple[Tensor, ...]:
-            """Return what a run of ``part`` draws."""
+            """Return the random tensors that a run of ``part`` draws."""
             model = baseline.build_module(params)  # outside the recording: initializing weights draws numbers too
             return record_draws(lambda: plain_gradients(baseline, model, part))
 

@@ -27,13 +27,13 @@ class _WideFloats(TorchFunctionMode):
 
 
 def widen(value: Any) -> Any:
-    """Return float64 for a narrower dtype, and any other argument as it is."""
+    """Return float64 for a narrower dtype, and any other argument unchanged."""
     return torch.float64 if isinstance(value, torch.dtype) and value in NARROW else value
 
 
 @contextmanager
 def widen_named_dtypes() -> Iterator[None]:
-    """Return a context in which a forward of a float64 model computes in float64 alone.
+    """Return a context in which a forward of a float64 model computes only in float64.
 
     torch.autocast does not cast float64 tensors.
     """

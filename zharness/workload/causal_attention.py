@@ -81,7 +81,7 @@ class SteppedContext(ExactContext):
 
 
 class DroppedContext(ExactContext, DroppedHeads):
-    """The model ``ExactContext`` with dropout behind attention and behind the feed-forward layer."""
+    """The model ``ExactContext`` with dropout after attention and after the feed-forward layer."""
 
     def __init__(self, draw: Callable[[Tensor], Tensor] = draw_mask) -> None:
         super().__init__()

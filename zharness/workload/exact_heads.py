@@ -160,7 +160,7 @@ def call_block(block: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
 
 
 class DroppedHeads(ExactHeads):
-    """The model ``ExactHeads`` with dropout behind attention and behind the feed-forward layer.
+    """The model ``ExactHeads`` with dropout after attention and after the feed-forward layer.
 
     ``run_block`` calls each of these two blocks, and may recompute it in backward.
     """

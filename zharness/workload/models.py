@@ -38,7 +38,7 @@ SAMPLES = 4  # per micro-batch and rank; a power of two, so that the mean over t
 # plan are whole.
 GATHERED_COLUMNS, WHOLE_TO_ROWS = "colwise_gather_output", "rowwise_split_input"
 THREE_LAYERS_PLAN = {"first": GATHERED_COLUMNS, "second": GATHERED_COLUMNS, "last": WHOLE_TO_ROWS}
-BRANCHES_PLAN = dict.fromkeys(("frozen", "twice", "branch", "unused"), GATHERED_COLUMNS)  # tp would untie the others
+BRANCHES_PLAN = dict.fromkeys(("frozen", "twice", "branch", "unused"), GATHERED_COLUMNS)  # tp unties the other layers
 PARALLEL_LAYERS_PLAN = {"second": GATHERED_COLUMNS, "third": WHOLE_TO_ROWS}
 
 
