@@ -11,7 +11,7 @@ from zharness.errors import UsageError
 from zharness.mesh import DEFAULT_MESH, Mesh
 from zharness.names import ID_FORM
 
-# float32 with factors of products rounded to 11 bits: a setting of the GPU, which no tensor has as its dtype.
+# float32 with factors of products rounded to 11 bits. This is a setting of the GPU, and no tensor's dtype.
 TF32 = "tf32"
 _ID = re.compile(
     r"(?P<law>\w+\.\w+)\[(?P<engine>[^\[\]{}]+?)(?:\{(?P<engine_variant>[^\[\]{}]+)\})?"
@@ -26,11 +26,10 @@ class Cell:
 
     ``engine`` is the name of a registered engine or ``package.module:factory``, followed by ``==RELEASE`` if a certain
     release was requested. ``model`` is the name of one of zharness's models or ``package.module:factory``, followed by
-    ``(key=value)`` if arguments make the model smaller. ``variant`` is the name of the law variant, or empty, and
-    ``(v f b s)`` behind it gives the program to a law that draws one.
-    ``engine_variant`` is the name of a set of engine options, which must not change any number that the engine
-    computes, or the name of a configuration file; it may be empty. ``mesh`` has the axes of parallelism beside data
-    parallelism.
+    ``(key=value)`` if arguments make the model smaller. ``variant`` is the name of the law variant, or empty. If the
+    law draws a program, ``(v f b s)`` after the name gives the program instead. ``engine_variant`` is the name of a set
+    of engine options, which must not change any number that the engine computes, or the name of a configuration file;
+    it may be empty. ``mesh`` has the axes of parallelism beside data parallelism.
     """
 
     law: str
@@ -72,8 +71,8 @@ class Cell:
         """Return a 31-bit seed that is derived from the cell's id and ``salt``.
 
         Cells that differ only in law, engine, stage or variants get the same seed, so that they train the same model on
-        the same data and their numbers can be compared. So do cells of meshes with equally many micro-batches in a
-        step, such as w4.tp2 and w2. Another ``salt`` gives another seed.
+        the same data and their numbers can be compared. Cells of meshes with the same number of micro-batches in a
+        step, such as w4.tp2 and w2, also get the same seed. Another ``salt`` gives another seed.
         """
         key = f"{self.model}-w{self.mesh.data_size(self.world_size)}-{self.dtype}-{salt}"
         return int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "big") & 0x7FFFFFFF
@@ -119,7 +118,7 @@ def parse_integers(text: str) -> tuple[int, ...]:
 
 
 def refuse_partial_ids(patterns: Iterable[str]) -> None:
-    """Raise UsageError for a pattern of laws with a bracket, which a glob would read as a set of letters."""
+    """Raise UsageError for a pattern of laws with a bracket, because a glob reads brackets as a set of letters."""
     for pattern in patterns:
         if "[" in pattern:
             Cell.parse(pattern)

@@ -46,9 +46,9 @@ class Tally:
 
 # torch 2.13 deprecates the name all_gather_into_tensor.
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-# From this many elements of a shard, one broadcast per rank is faster than gloo's all-gather, which copies through two
-# buffers. On 2 ranks the all-gather takes 0.7 ms and the broadcasts 1.1 ms for 64 elements, equal times for 2**16, and
-# 11 ms against 9 ms for 2**20.
+# From this number of elements of a shard on, one broadcast per rank is faster than gloo's all-gather, which copies
+# through two buffers. On 2 ranks the all-gather takes 0.7 ms and the broadcasts 1.1 ms for 64 elements, equal times for
+# 2**16, and 11 ms against 9 ms for 2**20.
 MIN_BROADCAST_ELEMENTS = 2**16
 
 Observer = Callable[[Collective, Tensor], None]
@@ -73,7 +73,7 @@ class Comm:
 
     @property
     def all_ranks(self) -> Comm:
-        """The collectives of all ranks of the engine, which are these."""
+        """The collectives over all ranks of the engine: this object."""
         return self
 
     @property
@@ -93,7 +93,7 @@ class Comm:
         )
 
     def close(self) -> None:
-        """Keep the group, which belongs to the caller; subclasses that make groups destroy them."""
+        """Do nothing, because the group belongs to the caller; a subclass that makes groups destroys them here."""
 
     @property
     def transfer_device(self) -> torch.device:
@@ -166,6 +166,6 @@ def is_true_on_any_rank(value: bool, comm: Comm) -> bool:
 
 
 def join(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """Return ``torch.cat`` of tensors of one dtype; in the caller's torch.autocast, torch.cat refuses some dtypes."""
+    """Return ``torch.cat`` of tensors of one dtype, outside torch.autocast, in which torch.cat refuses some dtypes."""
     with torch.autocast(tensors[0].device.type, enabled=False):
         return torch.cat(list(tensors), dim)

@@ -61,7 +61,7 @@ def check_engine(
         mesh=mesh,
     )
     def test_the_law_holds(record: Record) -> None:
-        """Fail with the cause and the command that runs the cell again, unless the law holds as expected."""
+        """Fail with the cause and the command that runs the cell again, unless the outcome of the cell is expected."""
         assert not describe_problem(record), describe_problem(record)
 
     return test_the_law_holds

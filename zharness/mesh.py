@@ -1,8 +1,9 @@
 """Define the mesh: the axes of parallelism beside plain data parallelism, and each rank's coordinates on them.
 
-The axes have torchtitan's names. What the named axes leave over of the world is data parallel (``dp_shard``). Ranks are
-in row-major order over the axes, as in ``init_device_mesh``, with neighbours on ``tp``. The axis ``ep`` of experts
-takes no ranks of its own: it divides those of ``dp_shard`` into groups of neighbours, who split the experts. ::
+The axes have torchtitan's names. The ranks that the named axes leave over are data parallel (``dp_shard``). Ranks are
+in row-major order over the axes, as in ``init_device_mesh``, so neighbouring ranks differ along ``tp``. The axis ``ep``
+of experts takes no ranks of its own: it divides the ranks of ``dp_shard`` into groups of neighbours, which split the
+experts. ::
 
     world size 4, mesh tp2            tp 0    tp 1
         dp_shard 0, micro-batch 0     rank 0  rank 1
@@ -30,7 +31,7 @@ _NOT_NAMED = {DATA_SHARD: "is what the other axes leave over of the world; leave
 
 @dataclass(frozen=True, order=True)
 class Mesh:
-    """The named axes of a mesh with their sizes, in the order of AXES; the default has data parallelism alone."""
+    """The named axes of a mesh with their sizes, in the order of AXES; the default has only data parallelism."""
 
     sizes: tuple[tuple[str, int], ...] = ()
 
@@ -61,12 +62,12 @@ class Mesh:
 
     @classmethod
     def parse_smallest(cls, text: str) -> Mesh:
-        """Parse axes of which some have no size, as in ``rep2.tp``: those get 2. Raises UsageError for other text."""
+        """Parse axes, as in ``rep2.tp``; an axis without a size gets the size 2. Raises UsageError for other text."""
         return cls.parse(re.sub(r"(?<=[a-z_])(?=[,.]|$)", "2", text))
 
     @classmethod
     def label_axes(cls, text: str) -> str:
-        """Return axes, of which some may have no size, as a label names and orders them. Raises UsageError."""
+        """Return axes, with or without sizes, in a label's names and order. Raises UsageError for other text."""
         sizes = cls.parse_smallest(text).sizes
         parts = {_NAMES[part.rstrip("0123456789")]: part for part in filter(None, re.split(r"[,.]", text))}
         return ".".join(
@@ -74,7 +75,7 @@ class Mesh:
         )
 
     def has_axes(self, text: str) -> bool:
-        """Return whether these are the axes of a label, in its sizes; one that has no size there may have any."""
+        """Return whether this mesh has the axes and sizes of a label; an axis without a size may have any size."""
         own, wanted = self.label.split("."), text.split(".")
         return len(own) == len(wanted) and all(
             part in (axis, axis.rstrip("0123456789")) for axis, part in zip(own, wanted, strict=True)
@@ -106,7 +107,7 @@ class Mesh:
         return math.prod(size for axis, size in self.sizes if axis != EXPERT)
 
     def _explain_misfit_of_experts(self, data_ranks: int) -> str:
-        """Return the reason why the axis of experts cannot divide ``data_ranks`` ranks of dp_shard, or '' if it can."""
+        """Return the reason why the axis ep cannot divide ``data_ranks`` ranks of dp_shard, or '' if it can."""
         if data_ranks % self.size(EXPERT) == 0:
             return ""
         return f"the axis ep of the mesh {self.label} has to divide the {data_ranks} ranks of dp_shard"
@@ -119,7 +120,7 @@ class Mesh:
         return {axis: left_over if axis == DATA_SHARD else self.size(axis) for axis in AXES}
 
     def coordinates(self, rank: int, world_size: int) -> Mapping[str, int]:
-        """Return the coordinate of ``rank`` on every axis of AXES, and on that of experts if the mesh has it."""
+        """Return the coordinate of ``rank`` on every axis of AXES, and on ep if the mesh has ep."""
         found = {}
         shape = self.shape(world_size)
         for axis in reversed(AXES):
@@ -161,7 +162,7 @@ class Mesh:
 
 
 def find_chunk(span: range, parts: int, position: int) -> range:
-    """Return the part at ``position`` of a dimension that is split as by torch.chunk: the last ones are shorter."""
+    """Return the part at ``position`` of a dimension that is split as by torch.chunk: the last parts are shorter."""
     chunk = -(-len(span) // parts)
     return span[position * chunk : (position + 1) * chunk]
 

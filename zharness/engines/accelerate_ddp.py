@@ -138,9 +138,10 @@ class AccelerateEngine(TorchEngine):
         self._end_micro_batch()
 
     def zero_grad(self) -> None:
-        # Inside a window the prepared optimizer's zero_grad does nothing, and nothing else begins a window anew.
+        # Inside a window the prepared optimizer's zero_grad does nothing, and accelerate has no call that restarts a
+        # window.
         if self._is_open and not self._accelerator.sync_gradients:
-            self._accelerator.step = 1  # the backward of a forward that ran is the first of the new window
+            self._accelerator.step = 1  # the next backward is the first one of the new window
         else:
             self._end_micro_batch()
             self._accelerator.step = 0
@@ -165,13 +166,13 @@ class AccelerateEngine(TorchEngine):
         self._is_open = False
 
     def _leave_unreduced(self) -> AbstractContextManager[Any]:
-        """Return the context in which accelerate leaves gradients unreduced, inside the one of the micro-batch."""
+        """Return accelerate's context that leaves gradients unreduced, after entering the micro-batch's context."""
         self._begin_micro_batch()
         context: AbstractContextManager[Any] = self._accelerator.no_sync(self._wrapped)
         return context
 
     def _release(self) -> None:
-        """Drop what the Accelerator refers to, and the hooks that make a sum of DDP's mean."""
+        """Drop the Accelerator's references, and remove the hooks that turn DDP's mean into a sum."""
         ddp.remove_hooks(self._hooks)
         self._accelerator.free_memory()
 

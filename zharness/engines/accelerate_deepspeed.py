@@ -1,7 +1,8 @@
 """Adapt Hugging Face ``accelerate`` over DeepSpeed to the Engine protocol: it runs whole trainings.
 
-``accelerator.backward`` of the last micro-batch of a window also makes the step and drops the gradients, so that a
-caller can read none between the two. So the adapter runs the loop of accelerate's documentation, and records each step.
+``accelerator.backward`` of the last micro-batch of a window also makes the step and drops the gradients, so a caller
+cannot read gradients between backward and step. The adapter therefore runs the loop of accelerate's documentation
+itself, and records each step.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def factory(model: nn.Module, config: EngineConfig) -> AccelerateDeepSpeedEngine
 
 @dataclass(frozen=True)
 class PreparedTraining:
-    """What ``accelerator.prepare`` returns: DeepSpeed's engine, and optimizer, data loader and scheduler."""
+    """The objects that ``accelerator.prepare`` returns: DeepSpeed's engine, optimizer, data loader and scheduler."""
 
     engine: Any
     optimizer: Any
@@ -94,7 +95,7 @@ class AccelerateDeepSpeedEngine(WholeTraining):
     def train(
         self, samples: Sequence[tuple[Tensor, Tensor]], loss: Callable[..., Tensor], counts_items: bool
     ) -> Sequence[TrainedStep]:
-        """Train one epoch, and return what each step did.
+        """Train one epoch, and return the record of each step.
 
         Raises EngineContractError if accelerate prepared anything but DeepSpeed of this stage over all ranks.
         """
@@ -116,10 +117,10 @@ class AccelerateDeepSpeedEngine(WholeTraining):
     def _run_epoch(
         self, accelerator: Any, prepared: PreparedTraining, reader: DeepSpeedTensorReader, loss: ItemLoss
     ) -> Iterator[TrainedStep]:
-        """Yield what each step of an epoch did; the loop is that of accelerate's guide to gradient accumulation.
+        """Yield the record of each step of an epoch; the loop is that of accelerate's guide to gradient accumulation.
 
-        The guide calls step of optimizer and scheduler, and zero_grad, after each backward; under DeepSpeed they do
-        nothing, because backward has done all three.
+        The guide calls ``step`` of the optimizer and the scheduler, and ``zero_grad``, after each backward. Under
+        DeepSpeed these three calls do nothing, because backward has already done their work.
         """
         engine, dealt = prepared.engine, prepared.loader
         items = count_items([batch for _, batch in dealt], self._config.accumulation_steps)
@@ -169,10 +170,10 @@ class AccelerateDeepSpeedEngine(WholeTraining):
 
 @contextmanager
 def accelerate_state(device_type: str) -> Iterator[None]:
-    """Let accelerate know all ranks inside the block, and forget at its end what it keeps for a process.
+    """Let accelerate know all ranks inside the block, and reset accelerate's process-wide state at its end.
 
-    With a DeepSpeedPlugin on a CPU, ``Accelerator()`` alone would count one process on every rank
-    (``zharness repro deepspeed-of-one-process``), unless there is a PartialState.
+    With a DeepSpeedPlugin on a CPU, ``Accelerator()`` counts one process on every rank (``zharness repro
+    deepspeed-of-one-process``) unless a PartialState exists before.
     """
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
@@ -216,7 +217,7 @@ def require_deepspeed(accelerator: Any, engine: Any, stage: int) -> None:
 
 
 def count_items(targets: Sequence[Tensor], window: int) -> list[Tensor]:
-    """Return for each step the number of elements of its targets, of all ranks, that count. This is a collective."""
+    """Return, for each step, the number of target elements of all ranks that are not IGNORED. This is a collective."""
     counts = [
         torch.stack([(target != IGNORED).sum() for target in targets[start : start + window]]).sum()
         for start in range(0, len(targets), window)
@@ -227,7 +228,7 @@ def count_items(targets: Sequence[Tensor], window: int) -> list[Tensor]:
 
 
 def adapt_loss(loss: Callable[..., Tensor], counts_items: bool) -> ItemLoss:
-    """Return a loss of output, target, items and terms; with ``counts_items`` it is a part of a sum over ``terms``."""
+    """Return a loss of output, target, items and terms; with ``counts_items`` the loss is multiplied by ``terms``."""
 
     def compute(output: Any, target: Tensor, items: Tensor, terms: int) -> Tensor:
         return terms * loss(output, target, items) if counts_items else loss(output, target)

@@ -16,7 +16,7 @@ from zharness.mesh import CONTEXT, DATA_SHARD, DEFAULT_MESH, EXPERT, REPLICATE, 
 if TYPE_CHECKING:
     from torch import nn
 
-# Why sums of matrix products round in other places on an axis.
+# The reason why, on this axis, an engine rounds sums of matrix products at other places than plain PyTorch.
 SPLIT_PRODUCTS = {
     TENSOR: "tensor parallelism adds parts of a matrix product over ranks",
     EXPERT: "an expert multiplies tokens of several ranks in one product",
@@ -97,28 +97,30 @@ class EngineOption:
     - ``options`` is merged into ``EngineConfig.options``. Its key ``replicas``, if it has one, is the number of ranks
       that own each element of a sharded weight, according to ``layout()``.
     - ``refuses`` maps each feature that the engine refuses while the option is set to the reason.
-    - ``allows`` are features that the engine refuses without the option, and on a mesh where it refuses them there.
+    - ``allows`` are features that the engine refuses without the option. With the option it claims them, also on meshes
+      on which it refuses them otherwise.
     - ``excludes`` maps the name of each option that cannot be set together with this one to the reason. Options that
       give different values to one key exclude each other anyway.
     - ``absent`` is the reason why this machine cannot run the option (no compiler, no libaio); it is empty if it can.
     - ``changes_numbers`` is the reason why the option may change numbers, for example a narrower reduce dtype; it is
       empty if the option must not change any number.
-    - ``known_bug`` is what the engine gets wrong under the option in every training, so that
-      ``training.config_invariance`` leaves the option out; it is empty if nothing is known.
+    - ``known_bug`` says what the engine gets wrong under the option in every training. The law
+      ``training.config_invariance`` then leaves the option out. It is empty if no such bug is known.
     - ``reduce_dtypes`` maps a dtype of the model to the dtype in which gradients are reduced while the option is set.
     - ``has_torch_kernels`` is True if local gradients come from torch's kernels while the option is set, although the
-      engine has kernels of its own otherwise.
+      engine has its own kernels without the option.
     - ``own_kernels`` is the reason why local gradients do not come from torch's kernels while the option is set.
     - ``world_size_factor`` must divide the world size; cells of other world sizes do not set the option.
-    - ``shard_factor`` must divide the number of shards, which are fewer than the ranks on a mesh.
-    - ``dtypes`` are the dtypes of the model in which the option can be set; if empty, all that the engine has.
+    - ``shard_factor`` must divide the number of ranks of dp_shard, which on a mesh is smaller than the world size.
+    - ``dtypes`` are the dtypes of the model in which the option can be set; if empty, all dtypes that the engine has.
     - ``laws`` are globs of the only laws that are judged with the option, or of a law with its variant
-      (``state.resume-adamw``); if empty, all. The other laws are not tested with it, and ``laws_reason`` says why.
-    - ``models`` are the models in which the option has an effect; if empty, all. A cell of another model would test
-      nothing, and does not set it.
-    - ``schedules`` are the schedules of a pipeline beside which the option can be set; if empty, all.
-    - ``gathers`` is how often a pipeline gathers weights while the option is set, or None if it changes nothing.
-    - ``sharded_dtypes`` are further dtypes of the model in which a pipeline has shards while the option is set.
+      (``state.resume-adamw``); if empty, all laws. ``laws_reason`` says why no other law is tested with the option.
+    - ``models`` are the models in which the option has an effect; if empty, all models. A cell of another model does
+      not set the option, because it would test nothing.
+    - ``schedules`` are the pipeline schedules with which the option can be set; if empty, all schedules.
+    - ``gathers`` is how often a pipeline gathers weights while the option is set, or None if the option does not change
+      this.
+    - ``sharded_dtypes`` are added to ``Capabilities.sharded_dtypes`` while the option is set.
     """
 
     options: Mapping[str, Any]
@@ -142,7 +144,7 @@ class EngineOption:
     sharded_dtypes: frozenset[str] = frozenset()
 
     def refusal_beside(self, schedules: Sequence[str]) -> str:
-        """Return the reason why the option cannot be set beside one of these schedules of a pipeline, or ''."""
+        """Return the reason why the option cannot be set with one of these pipeline schedules, or '' if it can."""
         if not self.schedules or self.schedules.issuperset(schedules):
             return ""
         return f"it can be set beside the schedule {', '.join(sorted(self.schedules))} only"
@@ -181,7 +183,7 @@ class SentDtype:
     value: str
 
     def with_options(self, options: Mapping[str, Any]) -> SentDtype:
-        """Return the dtype under ``options``; other options than ``key`` have no effect."""
+        """Return the dtype under ``options``, in which only ``key`` has an effect."""
         return SentDtype(self.key, options.get(self.key, self.value))
 
 
@@ -193,22 +195,22 @@ class Capabilities:
       possible. Every other feature is claimed.
     - ``own_kernels`` maps a stage to the reason why local gradients do not come from torch's kernels. Only tiers X and
       C judge such gradients.
-    - ``uncached_casts`` maps a stage to the reason why, under torch.autocast, a weight is cast anew at each use, and
-      its gradients are summed in its own dtype, as in torch with ``cache_enabled=False``.
+    - ``uncached_casts`` maps a stage to the reason why torch.autocast casts a weight anew at each use. The gradients of
+      the uses are then summed in the weight's own dtype, as in torch with ``cache_enabled=False``.
     - ``reduce_dtypes`` maps a dtype of the model to the dtype in which gradients are reduced, if that differs. The
       bound of the reduction follows from it.
-    - ``variants`` are named options that a cell may set, alone or together: an EngineOption, or the bare options if
-      they must not change a number and need no more facts.
+    - ``variants`` are named options that a cell may set, alone or together. A value is an EngineOption, or only its
+      ``options`` if every other field has its default.
     - ``absent`` is the reason why the engine cannot be built in this environment, so that no cell runs; it is empty if
       the engine can be built.
-    - ``own_model`` has engine options for users' models (``--model package.module:factory``).
+    - ``own_model`` has the engine options for users' models (``--model package.module:factory``).
     - ``junctions(model, options)`` returns the modules of the plain model at whose inputs the engine inserts a node
       into the autograd graph, because autograd adds gradients in another order there.
     - ``scaled_sum`` is the reason why the engine's sum over ranks is a mean times the world size, which rounds unless
       the world size is a power of two; it is empty if the engine computes a sum.
-    - ``order_settles`` is the reason why the first backward may sum over ranks in another order than later ones, so
-      that over more than two ranks its last bits may differ; it is empty if all backwards sum in one order.
-    - ``buffers`` is what the engine promises of the buffers that forwards write.
+    - ``order_settles`` is the reason why the first backward may sum over ranks in another order than later backwards.
+      Over more than two ranks its last bits may then differ. It is empty if all backwards sum in one order.
+    - ``buffers`` is the engine's promise about the buffers that forwards write.
     - ``unused_parameters_option`` is the name of the entry of ``variants`` that the engine's documentation asks for if
       a loss does not use every parameter; it is empty if the engine needs none.
     - ``uneven_block`` is the block, such as ``engine.uneven()``, inside which alone ranks may use different parameters;
@@ -216,30 +218,35 @@ class Capabilities:
     - ``replicas`` is the number of ranks that own each element of a sharded weight, according to ``layout()``.
     - ``mesh_axes`` are the axes of a mesh, by the names of ``zharness.mesh.AXES``, that the engine can have beside the
       data parallelism that every engine has.
-    - ``separate_axes`` maps each of them that the engine cannot have beside another named axis to the reason.
-    - ``only_beside`` maps each of them that the engine has only on meshes with a second axis to that axis.
-    - ``refuses_on`` maps an axis of a mesh to the features that the engine refuses on meshes with it, with the reasons.
-    - ``data_options_on`` maps an axis of a mesh to the names of options of which one has to be set on a mesh with it if
-      ranks are left over for data parallelism.
-    - ``options_not_on`` maps an axis of a mesh to the names of options that the engine cannot have on meshes with it.
-    - ``sent_dtype_on_cp`` has the option by which gradients are sent in another dtype on a mesh with the axis cp, and
-      its value; it is None if they are sent in the reduce dtype there.
-    - ``plan_words`` are the words of a model's ``tp_plan`` that the engine can apply; if empty, all.
-    - ``whole_plan_words`` are those of layers that the engine leaves whole, which gives the same numbers.
+    - ``separate_axes`` maps each axis that the engine cannot have together with another named axis to the reason.
+    - ``only_beside`` maps each axis that the engine can have only together with a certain second axis to this second
+      axis.
+    - ``refuses_on`` maps an axis to the features that the engine refuses on meshes with this axis, with the reasons.
+    - ``data_options_on`` maps an axis to names of options. On a mesh with this axis one of these options has to be set
+      if ranks are left over for data parallelism.
+    - ``options_not_on`` maps an axis to the names of options that the engine cannot have on meshes with this axis.
+    - ``sent_dtype_on_cp`` has the option that sets the dtype in which gradients are sent on a mesh with the axis cp,
+      and its default value. It is None if gradients are sent in the reduce dtype on such a mesh.
+    - ``plan_words`` are the words of a model's ``tp_plan`` that the engine can apply; if empty, all words.
+    - ``whole_plan_words`` are the words of a ``tp_plan`` for which the engine does not split the layer. A layer that is
+      not split gives the same numbers.
     - ``whole_mesh`` is the reason why the named axes of the mesh must take all ranks, so that none are left over for
       data parallelism; it is empty if ranks may be left over.
     - ``engine_windows`` is the reason why the engine owns an accumulation window only if backward is called through
-      ``engine.backward`` or ``engine.scale``, so that laws with calls of their own are not stated for such a window.
+      ``engine.backward`` or ``engine.scale``. A law that calls backward in other ways is then not stated for such a
+      window. It is empty if any call will do.
     - ``form`` says who runs forwards and backwards. A law is stated for one form.
-    - ``schedules`` are the schedules of a pipeline, by the names that laws use, that the engine has.
-    - ``stages_per_rank`` maps each of them with several stages on a rank of pp to their number.
-    - ``micro_batches_per_rank`` maps each of them that needs more than one micro-batch to the fewest for a rank of pp.
-    - ``gathers`` is how often a pipeline gathers the weights of a stage at most.
-    - ``sharded_dtypes`` are the dtypes of the model in which the ranks of a pipeline's stage have a shard each of its
-      weights at stage 0, too, as in ``fully_shard``. In the others each of them has whole weights there, as in DDP.
+    - ``schedules`` are the pipeline schedules that the engine has, by the names that laws use.
+    - ``stages_per_rank`` maps each schedule with several stages on a rank of pp to the number of these stages.
+    - ``micro_batches_per_rank`` maps each schedule that needs more than one micro-batch to the smallest number of
+      micro-batches for each rank of pp.
+    - ``gathers`` says how often, at most, a pipeline gathers the weights of a stage.
+    - ``sharded_dtypes`` are the dtypes of the model in which, even at ZeRO stage 0, each rank of a pipeline stage has a
+      shard of the stage's weights, as in ``fully_shard``. In all other dtypes, at ZeRO stage 0, each rank has whole
+      weights, as in DDP.
     - ``refuses_models`` maps each model of the workload that the engine cannot be built around to the reason.
-    - ``joined_options`` is the number of options that a setting of a covering array joins, at least 2. With more, the
-      array has fewer cells; but an option with a bug hides what the options beside it would show.
+    - ``joined_options`` is the number of options that a setting of a covering array joins, at least 2. A larger number
+      gives an array of fewer cells, but an option with a bug hides bugs of the options in the same setting.
     - ``unknown_options`` maps the key of each option that the tested release of the engine does not know to the
       reason; the key of a section's entry is ``section.entry``.
     """
@@ -321,14 +328,15 @@ class Capabilities:
 
     @property
     def neutral_exclusions(self) -> frozenset[frozenset[str]]:
-        """Return each two of ``neutral_options`` of which one excludes the other by its own statement."""
+        """Return each pair of ``neutral_options`` of which one option names the other in its ``excludes``."""
         names, known = self.neutral_options, self.engine_options
         return frozenset(frozenset((name, other)) for name in names for other in known[name].excludes if other in names)
 
     def on_mesh(self, mesh: Mesh) -> Capabilities:
-        """Return the capabilities on ``mesh``: tp, ep and cp split matrix products, whose sums round in other places.
+        """Return the capabilities on ``mesh``. tp, ep and cp split matrix products, whose sums round at other places.
 
-        So they count as kernels of the engine's own, which only tiers X and C judge.
+        On a mesh with tp, ep or cp the engine therefore counts as an engine with its own kernels, which only tiers X
+        and C judge.
         """
         if not mesh.sizes:
             return self
@@ -343,7 +351,7 @@ class Capabilities:
         return replace(self, refuses=refuses, variants=variants, replicas=replicas, own_kernels=own_kernels)
 
     def with_options(self, names: Sequence[str]) -> Capabilities:
-        """Return the capabilities of an engine on which the named options are set, without options they exclude."""
+        """Return the capabilities while the named options are set, without the options that these options exclude."""
         if not names:
             return self
         chosen = [self.engine_options[name] for name in names]

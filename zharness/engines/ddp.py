@@ -68,7 +68,7 @@ CHANGES_GRAPH = (
     "'Static graph means 1) The set of used and unused parameters will not change during the whole training loop; "
     f"2) How the graph is trained will not change' ({DOCUMENTATION})"
 )
-# Laws that need these features train another graph in some iteration.
+# Laws that need these features change the autograd graph between iterations.
 GRAPH_CHANGING_FEATURES = (
     *(Feature.AUTOGRAD, Feature.RETAIN_GRAPH, Feature.TORCH_FUNC, Feature.TRANSFORMS, Feature.PARAMETERS),
     *(Feature.NO_SYNC, Feature.SUBMODULES, Feature.CALLER_ACCUMULATION),

@@ -85,7 +85,7 @@ def json_config(config: EngineConfig) -> dict[str, Any]:
     base: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": config.micro_batch_size,
         "gradient_accumulation_steps": config.accumulation_steps if engine_owns else 1,
-        # Always written, because since 0.19.3 the default is 1.0, which clips.
+        # Always written, because since 0.19.3 the default is 1.0, with which DeepSpeed clips.
         "gradient_clipping": 0.0 if config.clip is None else config.clip,
         "zero_allow_untested_optimizer": True,
         # The default of 5e8 elements would allocate a buffer of 2 GB on every rank.
@@ -130,7 +130,7 @@ class DeepSpeedEngine(DeepSpeedTensorAccess):
         self._eager.enter_context(run_muon_eagerly(config))
         with ExitStack() as undo:
             undo.callback(self._eager.close)
-            undo.callback(self._global_state.restore)  # after an error, so that the next engine does not inherit it
+            undo.callback(self._global_state.restore)  # after an error, for the next engine
             try:
                 built: tuple[Any, Sequence[Tensor]] = initialize(deepspeed, model, params, config, ds_config, mpu)
             except (AssertionError, ValueError, NotImplementedError) as error:
@@ -188,9 +188,9 @@ class DeepSpeedEngine(DeepSpeedTensorAccess):
 
     def zero_grad(self) -> None:
         self._coalesce_block.close()
-        if BACKWARDS_PER_STEP not in self._config.options:  # counts those whose gradients are discarded, too
+        if BACKWARDS_PER_STEP not in self._config.options:  # the option counts discarded backwards, too
             self._backward_count = 0
-        # Both are needed: the optimizer clears the accumulated partitions, the engine clears ``param.grad``.
+        # Both calls are needed: the optimizer clears the accumulated partitions, and the engine clears ``param.grad``.
         # The BF16_Optimizer of releases before 0.16.5 has no zero_grad.
         if hasattr(self._engine.optimizer, "zero_grad"):
             self._engine.optimizer.zero_grad()
@@ -238,7 +238,7 @@ class DeepSpeedEngine(DeepSpeedTensorAccess):
     def load(self, path: Path) -> None:
         loaded_path, _ = self._engine.load_checkpoint(str(path))
         if loaded_path is None:
-            # Not an error of the harness: a rank sees this too while another rank crashes in its load.
+            # This is no error of the harness: a rank also gets here while another rank crashes in its load.
             raise FileNotFoundError(f"DeepSpeed found no checkpoint in {path} for this stage and world size")
 
     def full_state_dict(self) -> dict[str, Tensor]:
@@ -264,7 +264,7 @@ class DeepSpeedEngine(DeepSpeedTensorAccess):
             self._engine.destroy()
 
     def _require_known_options(self) -> None:
-        """Raise ConfigError for an option or a reduction that this release lacks; it would ignore most of them."""
+        """Raise ConfigError for an option or reduction that this release lacks, since it would ignore most of them."""
         reason = self.capabilities.unknown_option(self._config.options)
         if self._config.reduction is Reduction.SUM:
             reason = reason or self.capabilities.refusal(Feature.SUM) or ""
@@ -283,14 +283,14 @@ class DeepSpeedEngine(DeepSpeedTensorAccess):
             self._engine.set_gradient_accumulation_boundary(self._backward_count + 1 >= self._backwards_per_step)
 
 
-# The modules that DeepSpeed and torch import when the first engine is built and first steps. These two bring in all
-# but a few of them: the first because torch.optim imports it at the first step, the second because it calls
-# torch.compile when it is imported.
+# DeepSpeed and torch import many modules when the first engine is built and makes its first step. These two modules
+# import almost all of them: torch.optim imports the first one at the first step, and the second one calls torch.compile
+# when it is imported.
 _LAZY_MODULES = ("torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer")
 
 
 def warm_up(device_type: str | None = None) -> None:
-    """Import and load in the rank server what DeepSpeed imports and loads lazily, so that no rank does so itself."""
+    """Import and load in the rank server the modules that DeepSpeed loads lazily, so that no rank has to load them."""
     device_type = device_type or compute_device_type()
     deepspeed = import_deepspeed(device_type)
     for name in _LAZY_MODULES:

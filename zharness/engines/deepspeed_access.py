@@ -1,8 +1,8 @@
 """Read and write DeepSpeed's gradients, fp32 weights and optimizer state with the functions of ``deepspeed.utils``.
 
-These are the functions that DeepSpeed documents for debugging and for modifying partitioned states
-(https://deepspeed.readthedocs.io/en/latest/zero3.html#debugging), and nothing else: unlike ``DeepSpeedTensorReader``,
-which the other laws use, this file makes no correction.
+DeepSpeed documents these functions for debugging and for modifying partitioned states
+(https://deepspeed.readthedocs.io/en/latest/zero3.html#debugging), and this file calls nothing else. The other laws use
+``DeepSpeedTensorReader``, which corrects DeepSpeed's results; this file corrects nothing.
 """
 
 from __future__ import annotations

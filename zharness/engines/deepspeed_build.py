@@ -66,13 +66,14 @@ _UNIVERSAL_TAG = "universal"
 _LATEST_UNIVERSAL = "latest_universal"  # the file in which load_checkpoint looks for the tag of a universal checkpoint
 _ADAM_KINDS = {CPU_ADAM: "DeepSpeedCPUAdam", FUSED_ADAM: "FusedAdam"}
 _ADAMW_ARGUMENTS = {"DeepSpeedCPUAdam": "adamw_mode", "FusedAdam": "adam_w_mode"}
-# torch.optim's arguments that both also have, with torch's defaults where DeepSpeed's are different.
+# The arguments of torch.optim that DeepSpeedCPUAdam and FusedAdam also have, with torch's defaults where DeepSpeed's
+# differ.
 _ADAM_DEFAULTS: Mapping[str, Mapping[str, Any]] = {"adam": {}, "adamw": {"weight_decay": 1e-2}}
 _ADAM_ARGUMENTS = {"lr", "betas", "eps", "weight_decay"}
 
 
 def json_overrides(config: EngineConfig) -> dict[str, Any]:
-    """Return the JSON that ``config.options`` add: its own keys, and those that options of the adapter stand for."""
+    """Return the JSON that ``config.options`` add: keys of DeepSpeed, and the JSON for options of the adapter."""
     options = config.options
     overrides = {key: value for key, value in options.items() if key not in ADAPTER_OPTIONS}
     if takes_optimizer_from_json(config):
@@ -85,21 +86,22 @@ def json_overrides(config: EngineConfig) -> dict[str, Any]:
     zero = overrides.get("zero_optimization", {})
     if zero.get("zero_hpz_partition_size", 1) > 1:
         size, world_size = zero["zero_hpz_partition_size"], dist.get_world_size()
-        # DeepSpeed asserts that the size divides the world size; the world size itself always does.
+        # DeepSpeed asserts that the size divides the world size. If it does not, use the world size itself.
         fitting = size if world_size % size == 0 else world_size
         overrides = merge_options(overrides, {"zero_optimization": {"zero_hpz_partition_size": fitting}})
     return overrides
 
 
 def takes_optimizer_from_json(config: EngineConfig) -> bool:
-    """Return whether DeepSpeed builds the optimizer: if the option is set, and for Muon, where torch's cannot shard."""
+    """Return whether DeepSpeed builds the optimizer: if the option is set, or for Muon, which torch cannot shard."""
     return bool(config.options.get(JSON_OPTIMIZER)) or config.optimizer.name == MUON
 
 
 def run_muon_eagerly(config: EngineConfig) -> AbstractContextManager[Any]:
     """Return a context in which torch.compile compiles nothing, if the optimizer is Muon.
 
-    DeepSpeed compiles Muon's functions, whose kernels would take each rank a minute, and would round otherwise.
+    DeepSpeed compiles Muon's functions. On each rank the compilation would take a minute, and the compiled kernels
+    would round differently.
     """
     return torch.compiler.set_stance("force_eager") if config.optimizer.name == MUON else nullcontext()
 
@@ -107,7 +109,8 @@ def run_muon_eagerly(config: EngineConfig) -> AbstractContextManager[Any]:
 def json_optimizer(spec: OptimizerSpec) -> dict[str, Any]:
     """Return the section ``optimizer`` with which DeepSpeed builds the torch.optim optimizer of ``spec``.
 
-    ``torch_adam`` selects torch's Adam; and without ``adam_w_mode``, DeepSpeed's type Adam is AdamW.
+    ``torch_adam`` selects torch's Adam. ``adam_w_mode`` is always set, because DeepSpeed's type Adam is AdamW by
+    default.
     """
     params = dict(spec.args)
     if spec.name in ("adam", "adamw"):
@@ -120,7 +123,7 @@ def json_optimizer(spec: OptimizerSpec) -> dict[str, Any]:
 def require_buildable(stage: int, options: Mapping[str, Any]) -> None:
     """Raise ConfigError, with the reason, for options that this machine cannot build at ``stage``.
 
-    An option that is left out because it changes nothing on a CPU can be built there.
+    An option that zharness leaves out on a CPU because it changes nothing there can still be built.
     """
     for name, entry in DEEPSPEED_OPTIONS.items():
         absent = entry.option.absent
@@ -138,14 +141,14 @@ def initialize(
 ) -> tuple[Any, Sequence[Tensor]]:
     """Build ``deepspeed.initialize``'s engine for ``model``, with the optimizer and schedule of ``config``.
 
-    ``parameters`` are the model's, by name, also the frozen ones, which the caller may unfreeze.
-    ``mpu`` has the groups of sequence parallelism, if there are any.
-    Returns the engine, and the tensors that the caller gave as learning rates, by parameter group; mostly none.
+    ``parameters`` are the model's parameters by name, including frozen parameters, because the caller may unfreeze
+    them. ``mpu`` has the groups of sequence parallelism, or is None. Returns the engine and, by parameter group, the
+    tensors that the caller gave as learning rates (none unless the option ``TENSOR_RATES`` is set).
     """
-    if config.options.get(LEAF_MODULES) and (classes := leaf_classes(model)):  # it raises if it finds no module
+    if config.options.get(LEAF_MODULES) and (classes := leaf_classes(model)):  # DeepSpeed refuses an empty list
         deepspeed.utils.set_z3_leaf_modules(model, classes)
     if config.options.get(ZERO_INIT):
-        # The block, in which users build models, also replaces the constructors of all modules for as long as it lasts.
+        # Users build models inside this block. While it is active, it also replaces the constructors of all modules.
         with deepspeed.zero.Init(module=model, config_dict_or_path=ds_config):
             pass
     groups = optimizers.param_groups(parameters, config.optimizer)
@@ -155,7 +158,7 @@ def initialize(
     else:
         scheduling["lr_scheduler"] = partial(optimizers.schedule, spec=config.optimizer)
     if takes_optimizer_from_json(config):
-        # Releases before 0.19.6 take parameters for Muon, and no groups of them.
+        # Releases before 0.19.6 take plain parameters for Muon, and no parameter groups.
         is_plain = config.optimizer.name == MUON and not config.optimizer.groups
         is_split = EXPERT in config.mesh.axes
         given = list(parameters.values()) if is_plain and not is_split else group_parameters(parameters, config)
@@ -170,9 +173,10 @@ def initialize(
 
 
 def require_given_rates(optimizer: Any, rates: Sequence[Tensor]) -> None:
-    """Raise EngineContractError unless the learning rates of ``optimizer`` still are the tensors ``rates``, if any.
+    """Raise EngineContractError unless the learning rates of ``optimizer`` still are the tensors ``rates``.
 
-    torch's schedulers write into them, so that the caller's tensors stay the rates.
+    torch's schedulers write into these tensors, so the caller's tensors have to stay the learning rates. If ``rates``
+    is empty, nothing is checked.
     """
     for group, rate in zip(optimizer.param_groups, rates, strict=False):
         if group["lr"] is not rate:
@@ -186,7 +190,7 @@ def require_sharding_optimizer(optimizer: Any, stage: int) -> None:
 
 
 def group_parameters(params: Mapping[str, Tensor], config: EngineConfig) -> list[dict[str, Any]]:
-    """Return the parameter groups of the optimizer, in which experts are apart if ep splits them."""
+    """Return the parameter groups of the optimizer, with experts in separate groups if ep splits them."""
     groups = optimizers.param_groups(params, config.optimizer)
     return split_groups(groups) if EXPERT in config.mesh.axes else groups
 
@@ -209,7 +213,7 @@ def build_optimizer(params: Mapping[str, Tensor], config: EngineConfig) -> Any:
 def offload_and_reload(engine: Any, stage: int) -> None:
     """Move the states of ``engine`` away and back, which must not change a number.
 
-    Stage 3 moves masters and optimizer state of DeepSpeed's FusedAdam only, so that they stay there.
+    Stage 3 moves master weights and optimizer state only with DeepSpeed's FusedAdam, so they are not moved at stage 3.
     """
     kinds: Any = importlib.import_module("deepspeed.runtime.zero.offload_config").OffloadStateTypeEnum
     moved = [kinds.lp_params, kinds.lp_grads, kinds.contiguous_grad_buffer] if stage == 3 else None
@@ -218,7 +222,7 @@ def offload_and_reload(engine: Any, stage: int) -> None:
 
 
 def unwrap_and_wrap(engine: Any) -> None:
-    """Remove the hooks of ``engine`` at stage 3 and register them again, as generation with its model does."""
+    """Remove the hooks of ``engine`` at stage 3 and register them again, as ``unwrap_model_for_generation`` does."""
     stage_3: Any = importlib.import_module("deepspeed.runtime.zero")
     with stage_3.unwrap_model_for_generation(engine):
         pass
@@ -267,7 +271,7 @@ def convert_to_universal(source: Path, target: Path) -> None:
             num_merge_workers=1,
             keep_temp_folder=False,
             strict=True,
-            inject_missing_state=True,  # checkpoints of other code than Megatron lack the conversion's own section
+            inject_missing_state=True,  # only Megatron's checkpoints have the section that the conversion expects
         )
     )
 

@@ -83,8 +83,8 @@ REFUSES_ON_CP: dict[Feature, str] = {
     ),
     Feature.WINDOW_READ_OUT: "inside a window each rank has the gradient of its own part of a sequence",
 }
-# Most cells of these models would show the factor once more that `context`, `random_context` and `similar_context` do;
-# most laws of the last read and write named tensors, and compare no gradient.
+# Most cells of these models would only show again the factor that the models `context`, `random_context` and
+# `similar_context` show. Most laws of `similar_context` read and write named tensors, and compare no gradient.
 STAND_INS_ON_CP = tuple(
     f"{name}_context"
     for name in ("adapted", "blocks", "changing", "experts", "gated", "mixed", "mlp", "odd", "odd_one")

@@ -21,7 +21,7 @@ from zharness.mesh import EXPERT
 
 
 class RoutedExperts(nn.Module):
-    """DeepSpeed's MoE, called as the layer of experts that it replaces: it returns the output alone."""
+    """DeepSpeed's MoE with the call of the layer of experts that it replaces: it returns only the output."""
 
     def __init__(self, moe: nn.Module) -> None:
         super().__init__()
@@ -33,10 +33,10 @@ class RoutedExperts(nn.Module):
 
 
 def split_experts(model: nn.Module, config: EngineConfig) -> tuple[nn.Module, dict[str, nn.Parameter]]:
-    """Return a copy of the model whose layers of the plan are MoEs of this rank's experts, and its parameters by name.
+    """Return a copy of the model in which MoEs of this rank's experts replace the plan's layers, and its parameters.
 
-    The names are those of ``model``, which is returned itself if the mesh has no axis of experts. Raises ConfigError if
-    the experts do not divide.
+    The parameters have their names in ``model``. If the mesh has no axis ep, ``model`` itself is returned. Raises
+    ConfigError if the size of ep does not divide the number of experts.
     """
     size = config.mesh.size(EXPERT)
     if EXPERT not in config.mesh.axes:
@@ -68,9 +68,10 @@ def split_experts(model: nn.Module, config: EngineConfig) -> tuple[nn.Module, di
 
 
 def build_moe(layer: Any, size: int) -> Any:
-    """Return DeepSpeed's MoE for a layer of experts, which drops no token, draws no random number and takes few tokens.
+    """Return DeepSpeed's MoE for a layer of experts, set to drop no token, draw no random number and take few tokens.
 
-    Its new gate draws weights, which those of the layer replace, so that the generator's state is restored.
+    The MoE's new gate draws weights, so the generator's state is restored. The layer's own weights replace the drawn
+    weights later.
     """
     moe_class: Any = importlib.import_module("deepspeed.moe.layer").MoE
     with torch.random.fork_rng(devices=[]):
@@ -86,20 +87,20 @@ def build_moe(layer: Any, size: int) -> Any:
     return moe.to(layer.gate.weight)
 
 
-SPLIT_FROM = "split_from"  # the key of a parameter group that has the number of the caller's
+SPLIT_FROM = "split_from"  # key of a parameter group: the number of the caller's group
 
 
 def join_rates(groups: Sequence[Mapping[str, Any]], rates: Sequence[float]) -> tuple[float, ...]:
-    """Return the learning rates of the caller's groups, of which ``split_groups`` made ``groups`` with ``rates``.
+    """Return the learning rates of the caller's groups, from the ``rates`` of the ``groups`` of ``split_groups``.
 
-    A group of which a part has another rate has both.
+    If the parts of a caller's group have different rates, the result has both rates.
     """
     numbers = (group.get(SPLIT_FROM, number) for number, group in enumerate(groups))
     return tuple(rate for _, rate in sorted(set(zip(numbers, rates, strict=True))))
 
 
 def split_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return parameter groups in which experts are apart, as DeepSpeed's optimizers need them."""
+    """Return parameter groups with experts in separate groups, as DeepSpeed's optimizers need them."""
     utils: Any = importlib.import_module("deepspeed.moe.utils")
     named = [{**group, "name": f"group {index}", SPLIT_FROM: index} for index, group in enumerate(groups)]
     return [group for group in utils.split_params_into_different_moe_groups_for_optimizer(named) if group["params"]]
@@ -107,7 +108,7 @@ def split_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class ExpertTensorReader(DeepSpeedTensorReader):
-    """Reads tensors of a model whose experts are split; ``params`` are those that all ranks have.
+    """Reads tensors of a model whose experts are split; ``params`` are the parameters that all ranks have.
 
     ``experts`` reads this rank's experts, ``names`` are the names of all parameters, in the model's order, and
     ``expert_group`` has the ranks that have all experts together. Every method is a collective.
@@ -147,7 +148,7 @@ class ExpertTensorReader(DeepSpeedTensorReader):
         return {name: pieces for name, pieces in gather_pieces(own, self.names).items() if pieces}
 
     def _merge(self, shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the entries of ``shared`` and those of the experts of all ranks, in the order of the model."""
+        """Return the entries of ``shared`` and the entries of all ranks' experts, in the order of the model."""
         entries = {**gather_by_name(own, self.names, self.expert_group), **shared}
         return {name: entries[name] for name in self.names if name in entries}
 
@@ -155,7 +156,7 @@ class ExpertTensorReader(DeepSpeedTensorReader):
 def build_expert_reader(
     engine: Any, params: Mapping[str, nn.Parameter], names: Sequence[str], links: RoundRobinLinks, config: EngineConfig
 ) -> ExpertTensorReader:
-    """Return the reader of an engine with experts; ``params`` are this rank's parameters, ``names`` those of all."""
+    """Return the reader of an engine with experts; ``names`` has the parameter names of all ranks."""
     groups: Any = importlib.import_module("deepspeed.utils.groups")
     is_expert = importlib.import_module("deepspeed.moe.utils").is_moe_param
     label = f"ep_size_{config.mesh.size(EXPERT)}"

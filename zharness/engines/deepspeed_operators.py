@@ -25,8 +25,8 @@ VECTOR_OPTIONS = {"AVX512": "-D__AVX512__", "AVX2": "-D__AVX256__"}
 def load_built_adam(deepspeed: Any) -> None:
     """Load those operators of DeepSpeed's Adam that have been built from the sources of this installation.
 
-    Each rank that loads one asks the compiler, ninja and the CPU what they are, in 0.6 CPU seconds. One of other
-    sources is left alone, because loading it would build it again.
+    DeepSpeed's own load would query the compiler, ninja and the CPU on each rank, which takes 0.6 CPU seconds. An
+    operator that was built from other sources is not loaded, because loading it would build it again.
     """
     package = Path(deepspeed.__file__).parent
     for operator, builder_name in ADAM_BUILDERS.items():
@@ -34,7 +34,7 @@ def load_built_adam(deepspeed: Any) -> None:
         instructions = library.with_name("build.ninja")
         if library.exists() and instructions.exists() and f"{package}{os.sep}" in instructions.read_text():
             builder = deepspeed.accelerator.get_accelerator().create_op_builder(builder_name)
-            # A rank that needs the operator raises the same error, and is named in the report.
+            # A rank that needs the operator raises the same error later, and the report then names the rank.
             with suppress(ImportError, OSError, RuntimeError):
                 load_operator(library, instructions.read_text(), package, builder)
 
@@ -50,7 +50,8 @@ def load_operator(library: Path, instructions: str, package: Path, builder: Any)
 def is_up_to_date(library: Path, instructions: str, package: Path) -> bool:
     """Return whether a built operator is newer than torch and DeepSpeed's sources, and has this CPU's vector option.
 
-    These are the questions that builder.load asks ninja and a new Python process, in a second. False if in doubt.
+    ``builder.load`` checks the same with ninja and a new Python process, which takes a second. Returns False if in
+    doubt.
     """
     option = VECTOR_OPTIONS.get(torch.backends.cpu.get_cpu_capability())
     if option is None or option not in instructions.split():
@@ -79,8 +80,8 @@ def find_build_folder(operator: str) -> Path:
 def build_operator(operator: str, build: Callable[[], Any]) -> Any:
     """Build or load ``operator`` with DeepSpeed's function ``build``, and return it. Raises what ``build`` raises.
 
-    Other processes that use this function wait. A lock that a killed build has left behind is removed, because torch
-    waits for it forever.
+    Other processes that call this function wait. The function removes a lock that a killed build left behind, because
+    torch would wait for this lock forever.
     """
     folder = find_build_folder(operator)
     with FileLock(folder.with_name(f"{operator}.zharness.lock")):

@@ -27,8 +27,8 @@ LEAF_MODULES = "leaf_modules"  # make leaf modules with deepspeed.utils.set_z3_l
 JSON_SCHEDULER = "json_scheduler"  # let DeepSpeed build a warm-up schedule from the section "scheduler"
 OFFLOAD_STATES = "offload_states"  # call offload_states() and reload_states() after each step
 TENSOR_RATES = "tensor_rates"  # give the optimizer learning rates that are tensors
-UNSCALED_BACKWARD = "unscaled_backward"  # divide the loss by the caller, and pass scale_wrt_gas=False
-UNIVERSAL_CHECKPOINT = "universal_checkpoint"  # convert what is saved with ds_to_universal, and load the result
+UNSCALED_BACKWARD = "unscaled_backward"  # the caller divides the loss and passes scale_wrt_gas=False
+UNIVERSAL_CHECKPOINT = "universal_checkpoint"  # convert a saved checkpoint with ds_to_universal, and load the result
 UNWRAPPED = "unwrapped"  # enter and leave unwrap_model_for_generation after each step
 ZERO_INIT = "zero_init"  # partition the model with deepspeed.zero.Init before initialize
 
@@ -44,7 +44,8 @@ _LEAF_REFUSALS: Mapping[Feature, str] = {
 }
 
 
-# Models with a module that has modules inside, and so can be a leaf module other than the whole model.
+# Models with a submodule that contains modules, so that this submodule, and not only the whole model, can be a leaf
+# module.
 _NESTED_MODELS = frozenset({"transformer"})
 
 
@@ -75,7 +76,7 @@ _OFFLOAD_REFUSALS: Mapping[Feature, str] = {
 }
 
 # The laws that train with Adam or AdamW and do not replay torch's own operations. DeepSpeedCPUAdam computes 1 - beta in
-# fp32, so that a replay is off by a few units in the last place unless beta is a power of two.
+# fp32. So a replay differs by a few units in the last place unless beta is a power of two.
 _LAWS_OF_CPU_ADAM = frozenset(
     {
         "access.read_state-adam",
@@ -145,12 +146,13 @@ OFFLOAD_OPTIONS: Mapping[str, StagedOption] = {
     ),
 }
 
-# A bug of 0.19.8 that changes what training.config_invariance reads. That law would stop there and hide later bugs, so
-# it leaves the option out; other laws run with it (zharness/expected_failures/deepspeed_options.toml).
+# A bug of 0.19.8 that changes a number that training.config_invariance reads. That law would stop at this number and
+# hide later bugs, so it leaves the option out. Other laws run with the option
+# (zharness/expected_failures/deepspeed_options.toml).
 _PREDIVIDED_TWICE = "at stage 3, gradients stay divided by a factor that equals the world size"
 
-# The factors of 2 and 4 are exact. At stages 2 and 3 DeepSpeed accepts them only without reduce-scatter, and with the
-# reduction of sums it ignores them.
+# The factors 2 and 4 are exact. At stages 2 and 3 DeepSpeed accepts the options only without reduce-scatter. If
+# gradients are reduced by sum, DeepSpeed ignores the options.
 PREDIVISION_OPTIONS: Mapping[str, StagedOption] = {
     **{
         f"predivide_by_{factor}": staged(
@@ -192,7 +194,7 @@ DTYPE_OPTIONS: Mapping[str, StagedOption] = {
         frozenset({0, 1, 2, 3}),
         {"communication_data_type": "fp32"},
         changes_numbers="gradients of a bf16 model are reduced in fp32",
-        dtypes=frozenset({"bf16"}),  # the reduced gradients are stored in bf16, so that its bound applies
+        dtypes=frozenset({"bf16"}),  # the reduced gradients are stored in bf16, so that bf16's bound applies
     ),
 }
 
@@ -204,7 +206,8 @@ STAGE_1_AND_2_OPTIONS: Mapping[str, StagedOption] = {
     "gather_bucket_2": staged(STAGES_1_AND_2, zero_optimization(allgather_bucket_size=2)),
     "no_grad_norm": staged(
         STAGES_1_AND_2,
-        # DeepSpeed refuses it together with offloading, so it says where the optimizer is.
+        # DeepSpeed refuses compute_grad_norm=false together with offloading, so the option also sets the optimizer's
+        # device.
         zero_optimization(compute_grad_norm=False, offload_optimizer={"device": "none"}),
         refuses={Feature.CLIP: "compute_grad_norm=false requires gradient_clipping=0"},
         excludes=dict.fromkeys(
@@ -221,7 +224,7 @@ STAGE_3_OPTIONS: Mapping[str, StagedOption] = {
     "sub_groups_of_20": staged(STAGE_3, zero_optimization(sub_group_size=20)),
     "no_reuse": staged(STAGE_3, zero_optimization(stage3_max_reuse_distance=0)),
     "no_live_parameters": staged(STAGE_3, zero_optimization(stage3_max_live_parameters=0)),
-    # On one rank nothing is fetched.
+    # On one rank DeepSpeed fetches nothing.
     "all_reduce_fetch": staged(
         STAGE_3, zero_optimization(stage3_use_all_reduce_for_fetch_params=True), world_size_factor=2
     ),
@@ -233,8 +236,8 @@ STAGE_3_OPTIONS: Mapping[str, StagedOption] = {
     "leaf_modules": staged(STAGE_3, {LEAF_MODULES: True}, refuses=_LEAF_REFUSALS, models=_NESTED_MODELS),
     "granularity_threshold": staged(
         STAGE_3,
-        # In each model of the workload the whole model has the fewest parameters per module, so that any threshold
-        # that has an effect makes the whole model one leaf module.
+        # In each model of the workload, the whole model has the fewest parameters per module. So any threshold that has
+        # an effect makes the whole model one leaf module.
         zero_optimization(stage3_module_granularity_threshold=10**9),
         refuses=_LEAF_REFUSALS,
         laws=frozenset({"training.grads", "training.kernels", "backward.engine_backward"}),
@@ -254,7 +257,7 @@ STAGE_3_OPTIONS: Mapping[str, StagedOption] = {
     "sanity_checks": staged(STAGE_3, zero_optimization(enable_sanity_checks=True)),
 }
 
-# The variants whose schedules DeepSpeed's own schedulers have.
+# The law variants whose schedules DeepSpeed's own schedulers can make.
 _SCHEDULED = frozenset(f"training.optimizer_options-*_{name}*" for name in ("warm_up", "range_test", "one_cycle"))
 _OTHER_SCHEDULES = "the schedules of the other laws are not those of DeepSpeed's own schedulers"
 
@@ -263,7 +266,7 @@ OTHER_OPTIONS: Mapping[str, StagedOption] = {
     "universal_checkpoint": staged(SHARDED, {UNIVERSAL_CHECKPOINT: True}, allows=frozenset({Feature.MESH_RESHARD})),
     "unwrapped": staged(STAGE_3, {UNWRAPPED: True}),
     "unscaled_backward": staged(frozenset({0, 1, 2, 3}), {UNSCALED_BACKWARD: True}),
-    # Given a whole model, zero.Init partitions it and leaves its dtype.
+    # zero.Init with a whole model partitions the model and does not change its dtype.
     "zero_init": staged(STAGE_3, {ZERO_INIT: True}, dtypes=frozenset({"fp32"})),
     "json_scheduler": staged(
         frozenset({0, 1, 2, 3}), {JSON_SCHEDULER: True}, laws=_SCHEDULED, laws_reason=_OTHER_SCHEDULES
@@ -300,7 +303,8 @@ OTHER_OPTIONS: Mapping[str, StagedOption] = {
     ),
 }
 
-# Reports about a run, which must not change it. The flops profiler replaces functions of torch during its step.
+# Options that report about a run and must not change it. The flops profiler replaces functions of torch during its
+# step.
 REPORT_OPTIONS: Mapping[str, StagedOption] = {
     "timers": staged(frozenset({0, 1, 2, 3}), {"wall_clock_breakdown": True, "memory_breakdown": True}),
     "comms_logger": staged(frozenset({0, 1, 2, 3}), {"comms_logger": {"enabled": True, "prof_all": True}}),

@@ -1,4 +1,4 @@
-"""Choose the states of DeepSpeed's optimizer that can be read, from what all ranks have of a partition."""
+"""Choose the states of DeepSpeed's optimizer that can be read, from the partitions and states of all ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class PartitionState:
-    """The number of elements of a rank's partition, and of each state that the rank's optimizer has of it, by key.
+    """The number of elements of a rank's partition, and of each state (by key) that the rank's optimizer has for it.
 
     ``is_padding`` says that no parameter has an element in the partition.
     """
@@ -29,9 +29,10 @@ class PartitionState:
 def choose_readable_keys(partitions: Sequence[PartitionState]) -> set[str]:
     """Return the keys of states that have as many elements as the partition on every rank.
 
-    Muon's momentum has the elements of all matrices that reach into a partition. On some ranks alone these are, by
-    chance, as many as the partition has, where they are others. Raises EngineContractError if a rank with elements of
-    parameters lacks a state that another rank has.
+    Muon's momentum has the elements of all matrices that overlap a partition. On some ranks their number may equal, by
+    chance, the number of elements of the partition, although the elements are different ones. So the numbers have to be
+    equal on every rank. Raises EngineContractError if a rank with elements of parameters lacks a state that another
+    rank has.
     """
     keys = set[str]().union(*(partition.states for partition in partitions))
     for key in sorted(keys):
@@ -46,7 +47,7 @@ def choose_readable_keys(partitions: Sequence[PartitionState]) -> set[str]:
 
 
 def gather_objects(own: T, group: Any) -> list[T]:
-    """Return what each rank of ``group`` has. This is a collective."""
+    """Return the objects ``own`` of all ranks of ``group``. This is a collective."""
     views: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(views, own, group=group)
     return views

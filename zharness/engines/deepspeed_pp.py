@@ -1,7 +1,8 @@
 """Adapt DeepSpeed's PipelineModule and DualPipeVModule to the Engine protocol, for engines that run whole batches.
 
-DeepSpeed's ``train_batch`` also makes the step, so that a caller can read no gradient before it. So the adapter runs
-the same instructions in two parts: ``train_batch`` all of a schedule but its last, and ``step`` that one.
+DeepSpeed's ``train_batch`` also makes the step, so a caller can read no gradient before the step. The adapter therefore
+runs the same instructions in two parts: ``train_batch`` runs all instructions of a schedule except the last one, and
+``step`` runs the last instruction, the optimizer's step.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ CAPABILITIES = Capabilities(
 
 
 def capabilities_at(stage: int) -> Capabilities:
-    """Return what the engine claims at a stage: stage 1 of ZeRO steps copies of the weights, and undoes an edit."""
+    """Return the engine's claims at a stage. Stage 1 of ZeRO steps copies of the weights, and so undoes an edit."""
     if stage != 1:
         return CAPABILITIES
     return replace(CAPABILITIES, refuses={**CAPABILITIES.refuses, Feature.IN_PLACE_EDITS: NO_IN_PLACE_EDITS})
@@ -124,7 +125,7 @@ def factory(model: nn.Module, config: EngineConfig) -> DeepSpeedPipelineEngine:
 
 
 class Layer(nn.Module):
-    """A module of a plan, called with the one tensor or the tuple that DeepSpeed passes from layer to layer."""
+    """A module of a plan, called with the tensor or the tuple that DeepSpeed passes from layer to layer."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -154,7 +155,7 @@ def build_layers(deepspeed: Any, model: nn.Module, plan: Sequence[str]) -> Itera
             yield Layer(module)
         else:
             weights = [f"module.{weight}" for weight, _ in module.named_parameters()]
-            key = name.replace(".", "_")  # of a ModuleDict, whose keys have no dots
+            key = name.replace(".", "_")  # DeepSpeed's key of a ModuleDict, which may have no dots
             yield deepspeed.pipe.TiedLayerSpec(key, Layer, module, tied_weight_attr=weights)
 
 
@@ -190,7 +191,7 @@ def split_off_step(engine_class: Any) -> Any:
 
 
 def initialize(deepspeed: Any, module: Any, optimizer: Any, schedule: Any, ds_config: dict[str, Any]) -> Any:
-    """Build the engine that ``deepspeed.initialize`` builds of a PipelineModule, with the step split off."""
+    """Build the engine that ``deepspeed.initialize`` builds around a PipelineModule, with the step split off."""
     pipe: Any = importlib.import_module("deepspeed.runtime.pipe.engine")
     engine_class = pipe.PipelineEngine
     if type(module).__name__ == "DualPipeVModule":
@@ -235,9 +236,9 @@ class StageTensorReader(DeepSpeedTensorReader):
         return self._merge({name: state for name, state in super().optimizer_state().items() if state})
 
     def layout(self) -> dict[str, tuple[Piece, ...]]:
-        """Return which pieces of each parameter each rank owns: those of its stage, which stage 1 of ZeRO shards.
+        """Return which pieces of each parameter each rank owns: the parameters of its stage, which ZeRO stage 1 shards.
 
-        In bf16 the optimizer of a pipeline has fp32 weights in shards at stage 0, too.
+        In bf16 the optimizer of a pipeline shards its fp32 weights at ZeRO stage 0, too.
         """
         are_sharded = self.stage > 0 or self._is_bf16_optimizer
         return gather_pieces(own_pieces(self.params, are_sharded=are_sharded), self.names)
@@ -260,7 +261,7 @@ class DeepSpeedPipelineEngine(WithoutForward):
         self._global_state = DeepSpeedGlobalState(autocast=False)
         self._loss: Loss | None = None
         self._losses: list[Tensor] = []
-        self._shape = torch.Size()  # of the inputs of the batch before
+        self._shape = torch.Size()  # the shape of the previous batch's inputs
         with ExitStack() as undo:
             undo.callback(self._global_state.restore)
             module = self._build_module(deepspeed, config)
@@ -288,7 +289,7 @@ class DeepSpeedPipelineEngine(WithoutForward):
         """Return a PipelineModule of the layers of this rank."""
         deepspeed.init_distributed()
         module_class = deepspeed.pipe.DualPipeVModule if self._is_dual else deepspeed.pipe.PipelineModule
-        with redirect_stdout(StringIO()):  # it prints its stages
+        with redirect_stdout(StringIO()):  # PipelineModule prints its stages
             return module_class(
                 list(build_layers(deepspeed, self.module, config.pp_plan)),
                 num_stages=config.mesh.size(PIPELINE),
@@ -302,14 +303,14 @@ class DeepSpeedPipelineEngine(WithoutForward):
         mine = {id(param) for param in module.parameters()}
         optimizer = optimizers.build({name: p for name, p in named.items() if id(p) in mine}, config.optimizer)
         ds_config = json_config(replace(config, options={}))
-        # DualPipeV refuses fewer; train_batch sets the number of each batch.
+        # DualPipeV refuses a smaller number; train_batch sets the number for each batch.
         ds_config["gradient_accumulation_steps"] = 2 * config.mesh.size(PIPELINE)
         return initialize(
             deepspeed, module, optimizer, optimizers.schedule(optimizer, config.optimizer), merge_options(ds_config, {})
         )
 
     def _compute_loss(self, output: Any, target: Any) -> Tensor:
-        """Return the loss of a micro-batch by the function that ``train_batch`` got."""
+        """Return the loss of a micro-batch, computed by the function that ``train_batch`` got."""
         assert self._loss is not None
         value = self._loss(output, target)
         self._losses.append(snapshot(value))

@@ -30,8 +30,8 @@ _DEPRECATED_COLLECTIVE = r"`torch\.distributed\.\w+` is deprecated"
 
 _AUTOCAST_FLAGS = ("TORCH_AUTOCAST_INITIALIZED", "TORCH_AUTOCAST_DTYPE")
 
-# In deepspeed.utils.groups: the grid of a pipeline or of tensor parallelism that all engines ask for their groups, the
-# group of hpZ, and dictionaries of the groups of experts and of the ranks in them.
+# Globals of deepspeed.utils.groups: the grid of a pipeline or of tensor parallelism, from which all engines take their
+# groups, the group of hpZ, and dictionaries of the groups of experts and of the ranks in these groups.
 _GRID = "mpu"
 _HPZ_GROUP = "_ZERO_PARAM_INTRA_PARALLEL_GROUP"
 _EXPERT_GROUPS = ("_EXPERT_PARALLEL_GROUP", "_EXPERT_DATA_PARALLEL_GROUP")
@@ -42,26 +42,31 @@ _EXPERT_RANKS = ("_EXPERT_PARALLEL_GROUP_RANKS", "_EXPERT_DATA_PARALLEL_GROUP_RA
 class DeepSpeedGlobalState:
     """The process-wide state that a DeepSpeed engine changes and ``engine.destroy()`` does not restore.
 
-    That state is ``torch.nn.functional.linear``, which DeepSpeed replaces at stage 3, the process groups of hpZ and of
-    experts and the grid of a pipeline (``deepspeed.utils.groups.mpu``), which later engines would use without asking
-    for them, and the flags of torch_autocast, which they would read. The original values are saved before the first
-    engine is built. The last engine to close restores the function and destroys the groups, the last engine with
-    ``autocast`` to close restores the flags, and the last one with a ``grid`` restores the grid, so that open engines
-    keep the values that they were built with. An engine that is garbage-collected without being closed no longer counts
-    as open.
+    The state has four parts:
+
+    - ``torch.nn.functional.linear``, which DeepSpeed replaces at stage 3;
+    - the process groups of hpZ, of experts and of sequences, which later engines would use although they did not ask
+      for them;
+    - the grid of a pipeline (``deepspeed.utils.groups.mpu``), which later engines would use, too;
+    - the flags of torch_autocast, which later engines would read.
+
+    The original values are saved before the first engine is built. The last engine to close restores the function and
+    destroys the groups. The last engine with ``autocast`` to close restores the flags, and the last engine with a
+    ``grid`` restores the grid. So open engines keep the values that they were built with. An engine that is
+    garbage-collected without being closed no longer counts as open.
     """
 
     _open_engines: ClassVar[WeakSet[DeepSpeedGlobalState]] = WeakSet()
-    # linear, the autocast flags and the grid
+    # the original linear, autocast flags and grid
     _originals: ClassVar[tuple[Callable[..., Any], Mapping[str, Any], Any] | None] = None
 
     def __init__(self, autocast: bool) -> None:
-        self.grid: Any = None  # of the engine, which sets it after it is built
+        self.grid: Any = None  # the engine's grid, which the engine sets after it is built
         self._uses_autocast = autocast
         self._autocast_module = import_autocast_module()
         self._groups_module: Any = importlib.import_module("deepspeed.utils.groups")
         if DeepSpeedGlobalState._originals is None:
-            # A release before 0.17.2 has no such module, and one before 0.18.0 has only the first flag.
+            # Releases before 0.17.2 have no such module, and releases before 0.18.0 have only the first flag.
             module = self._autocast_module
             flags = {name: getattr(module, name) for name in _AUTOCAST_FLAGS if hasattr(module, name)}
             grid = getattr(self._groups_module, _GRID)
@@ -88,7 +93,7 @@ class DeepSpeedGlobalState:
 
 
 def destroy_pipeline_groups(module: Any) -> None:
-    """Destroy the process groups that a PipelineModule made: its own, those of its grid and those of tied layers."""
+    """Destroy the process groups that a PipelineModule made for itself, for its grid and for tied layers."""
     owned = [*vars(module).values(), *vars(module.mpu()).values()]
     owned += [tied["group"] for tied in module.tied_comms.values()]
     for group in owned:
@@ -129,14 +134,15 @@ def import_autocast_module() -> ModuleType | None:
 def prepare_deepspeed(device_type: str) -> Any:
     """Import DeepSpeed, set the environment variables that it reads, and return the module.
 
-    A release that leaves all-gathers of ZeRO-3 unawaited is made to await them; in DeepSpeed's own tests it is not.
+    If the release does not await all all-gathers of ZeRO-3, this function makes it await them. DeepSpeed's own tests
+    run without this change.
 
     Raises EngineContractError if DeepSpeed was imported for another device type.
     """
     deepspeed = import_deepspeed(device_type)
     local = os.environ.get("LOCAL_WORLD_SIZE", str(dist.get_world_size()))
-    # DeepSpeed reads these instead of the process group: LOCAL_RANK in its argument check, LOCAL_SIZE in its CPU
-    # accelerator. Each rank is a process, so the change is not visible elsewhere.
+    # DeepSpeed reads these variables instead of the process group: LOCAL_RANK in its argument check, LOCAL_SIZE in its
+    # CPU accelerator. Each rank is a process, so the change is not visible elsewhere.
     os.environ.setdefault("LOCAL_RANK", str(dist.get_rank() % int(local)))
     os.environ["LOCAL_SIZE"] = local
     name = deepspeed.accelerator.get_accelerator().device_name()
@@ -188,7 +194,7 @@ def import_deepspeed(device_type: str) -> Any:
 def name_last_place(error: BaseException) -> str:
     """Return the last place in DeepSpeed that ``error`` passed, as " at deepspeed/runtime/engine.py:10 in step".
 
-    The text is empty if the error passed none. An assertion of DeepSpeed often has no message.
+    The text is empty if the error did not pass through DeepSpeed. An assertion of DeepSpeed often has no message.
     """
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         if frame.f_globals.get("__name__", "").partition(".")[0] == "deepspeed":

@@ -1,4 +1,4 @@
-"""State since which release DeepSpeed has the features and options that older releases lack."""
+"""List the features and options that older releases of DeepSpeed lack, with the first release that has them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ _PULL_REQUESTS = "https://github.com/deepspeedai/DeepSpeed/pull"
 class Addition:
     """Features and options that DeepSpeed has since ``first_release``, with the pull request that added them, if known.
 
-    ``option_keys`` are the options that older releases do not know, most of which ignore them silently; the key of a
-    section's entry is written ``section.entry``. ``mesh_axes`` and ``plan_words`` are the axes of a mesh and the words
-    of a ``tp_plan`` that older releases lack. ``stages`` are the stages at which older releases lack the addition.
+    ``option_keys`` are the options that older releases do not know; most of these releases ignore them silently. The
+    key of a section's entry is written ``section.entry``. ``mesh_axes`` and ``plan_words`` are the axes of a mesh and
+    the words of a ``tp_plan`` that older releases lack. ``stages`` are the stages at which older releases lack the
+    addition.
     """
 
     summary: str
@@ -42,7 +43,7 @@ class Addition:
         return f"DeepSpeed {release} has no {self.summary}; {self.first_release} added it{source}"
 
 
-# The first releases are those whose wheel has the code, which is not always the tag that follows the pull request.
+# A first release is the first one whose wheel has the code; this is not always the tag that follows the pull request.
 ADDITIONS: tuple[Addition, ...] = (
     Addition(
         summary="section torch_autocast",
@@ -160,7 +161,7 @@ ADDITIONS: tuple[Addition, ...] = (
 def restrict_to_release(capabilities: Capabilities, release: str, stage: int) -> Capabilities:
     """Return ``capabilities`` without the features, options, axes and plan words that ``release`` lacks at ``stage``.
 
-    A text that is not a version, as of a checkout, restricts nothing.
+    If ``release`` is not a version, as for a checkout, nothing is restricted.
     """
     try:
         version = Version(Version(release).base_version)

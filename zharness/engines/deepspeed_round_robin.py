@@ -1,9 +1,9 @@
 """Link parameters to their partitions under ``round_robin_gradients``, where DeepSpeed links them in the wrong order.
 
-With that option, stages 1 and 2 flatten the parameters of a group in another order than that of the group.
+With this option, stages 1 and 2 flatten the parameters of a group in another order than the group's own order.
 DeepSpeed 0.19.8 links each parameter to the place that it would have in the group's own order, so that its functions
-for partitioned states return and replace tensors of other parameters (``access.read_grad`` and others show it). The
-reader for all other laws applies the right links, because these laws judge the training.
+for partitioned states return and replace tensors of other parameters (``access.read_grad`` and others show it).
+``DeepSpeedTensorReader``, which all other laws use, applies the right links, because these laws judge the training.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class RoundRobinLinks:
 
     @classmethod
     def build(cls, zero: Any) -> RoundRobinLinks:
-        """Build the links for the optimizer ``zero`` of stage 1 or 2, or of another stage, which has none."""
+        """Build the links for the optimizer ``zero`` of stage 1 or 2; an optimizer of another stage has no links."""
         if not getattr(zero, "round_robin_gradients", False):
             return cls(())
         own = [Link.from_param(param) for group in zero.bit16_groups for param in group]

@@ -20,7 +20,7 @@ def warm_up(_rates: Sequence[float]) -> tuple[str, Mapping[str, Any]]:
 
 
 def shortest_warm_up(_rates: Sequence[float]) -> tuple[str, Mapping[str, Any]]:
-    """Return WarmupLR with a logarithmic warm-up of one step, of which DeepSpeed makes two."""
+    """Return WarmupLR with a logarithmic warm-up of one step, which DeepSpeed extends to two steps."""
     return "WarmupLR", {"warmup_num_steps": 1, "warmup_type": "log", "warmup_min_lr": 0.0}
 
 
@@ -35,22 +35,22 @@ def warm_up_cosine(_rates: Sequence[float]) -> tuple[str, Mapping[str, Any]]:
 
 
 def range_test(rates: Sequence[float], *, staircase: bool) -> tuple[str, Mapping[str, Any]]:
-    """Return LRRangeTest, which adds the rate of each group once in two steps."""
+    """Return LRRangeTest, which increases the rate of each group by its initial value in every two steps."""
     keys = {"min_lr": list(rates), "step_size": 2, "step_rate": 1.0, "staircase": staircase}
     return "LRRangeTest", {f"lr_range_test_{key}": value for key, value in keys.items()}
 
 
 def one_cycle(rates: Sequence[float], **params: Any) -> tuple[str, Mapping[str, Any]]:
-    """Return OneCycle, which rises in two steps from the rate of each group to its quadruple, and falls in two."""
+    """Return OneCycle, which rises in two steps from the rate of each group to four times it, and falls in two."""
     least, largest = list(rates), [4 * rate for rate in rates]
     bounds: dict[str, Any] = {"cycle_min_lr": least, "cycle_max_lr": largest}
-    if len(rates) == 1:  # a number works in all releases, a list in the newest
+    if len(rates) == 1:  # all releases take a number, only the newest take a list
         bounds = {"cycle_min_lr": least[0], "cycle_max_lr": largest[0]}
     sizes = {"cycle_first_step_size": 2, "cycle_second_step_size": 2}
     return "OneCycle", {**bounds, **sizes, "cycle_momentum": False, **params}
 
 
-# By the factors of the schedule, of which the first two of a warm-up are those of the steps -1 and 0.
+# By the factors of the schedule. The first two factors of a warm-up are the factors of the steps -1 and 0.
 SCHEDULERS: Mapping[tuple[float, ...], Scheduler] = {
     (0.0, 0.0, 0.5, 1.0): warm_up,
     (0.0, 0.0, 1.0, 1.0): shortest_warm_up,
@@ -64,7 +64,7 @@ SCHEDULERS: Mapping[tuple[float, ...], Scheduler] = {
 
 
 def json_scheduler(spec: OptimizerSpec, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the section ``scheduler`` that has the schedule of ``spec``.
+    """Return the section ``scheduler`` that gives the schedule of ``spec``.
 
     ``groups`` are the optimizer's parameter groups, whose rates DeepSpeed's schedulers need. Raises ConfigError for a
     schedule that none of DeepSpeed's schedulers has.

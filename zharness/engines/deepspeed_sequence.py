@@ -1,8 +1,8 @@
 """Split sequences over the axis cp with DeepSpeed's Ulysses.
 
-Ulysses leaves four things to its caller, which this adapter does: each rank of a cp group runs the model on its part
-of the sequence, and draws random numbers of its own for it, the outputs of the parts are joined, so that every rank has
-the whole loss, and attention runs in ``DistributedAttention``, which exchanges parts of the sequence for heads.
+Ulysses leaves four things to its caller, and this adapter does them. Each rank of a cp group runs the model on its part
+of the sequence. Each rank draws its own random numbers for its part. The outputs of the parts are joined, so that every
+rank has the whole loss. Attention runs in ``DistributedAttention``, which exchanges parts of the sequence for heads.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HEADS_DIM = 2  # of queries, keys and values
 
 
 class UlyssesAttention(nn.Module):
-    """DeepSpeed's DistributedAttention, called as the attention that it replaces."""
+    """DeepSpeed's DistributedAttention with the call of the attention module that it replaces."""
 
     def __init__(self, attention: nn.Module) -> None:
         super().__init__()
@@ -36,15 +36,15 @@ class UlyssesAttention(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Return this rank's part of the output, for its parts of query, key and value."""
-        output: Tensor = self.attention(query, key, value, 0)  # the dimension of samples
+        output: Tensor = self.attention(query, key, value, 0)  # 0 is the dimension of samples
         return output
 
 
 class JoinParts(torch.autograd.Function):
-    """Join the parts of a sequence that the ranks of a group have; every rank gets the whole of it.
+    """Join the parts of a sequence that the ranks of a group have; every rank gets the whole sequence.
 
-    The ranks compute the same loss from it, so that each rank's part has the gradient that this rank has, once. The sum
-    over ranks, as in the backward of torch's all_gather, would be as many times that.
+    All ranks compute the same loss from the whole sequence. So the gradient of a rank's part is this part of the rank's
+    own gradient. A sum over ranks, as in the backward of torch's all_gather, would multiply it by the number of ranks.
     """
 
     @staticmethod
@@ -53,7 +53,7 @@ class JoinParts(torch.autograd.Function):
         ctx.group = group
         parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
         dist.all_gather(parts, part.contiguous(), group=group)
-        with torch.autocast(part.device.type, enabled=False):  # that of a caller may refuse the dtype of the parts
+        with torch.autocast(part.device.type, enabled=False):  # the caller's autocast may refuse the parts' dtype
             return torch.cat(parts, dim=SEQUENCE_DIM)
 
     @staticmethod
@@ -64,9 +64,10 @@ class JoinParts(torch.autograd.Function):
 
 
 class TakePart(torch.autograd.Function):
-    """Take this rank's part of a sequence. Every rank gets the gradient of the whole of it.
+    """Take this rank's part of a sequence. In backward, every rank gets the gradient of the whole sequence.
 
-    Attention sends back to each part what the others' outputs owe to it, so that the parts' gradients are joined.
+    The backward of attention already gives each part the gradient from the outputs of all other parts, so the gradients
+    of the parts only have to be joined.
     """
 
     @staticmethod
@@ -95,10 +96,10 @@ def take_part(whole: Tensor, group: Any) -> Tensor:
 
 @contextmanager
 def draw_for_part(place: int) -> Iterator[None]:
-    """Seed torch's generators for the part number ``place`` inside the block, from the numbers that come next.
+    """Seed torch's generators for the part number ``place`` inside the block, from the CPU generator's next number.
 
-    Ranks that are seeded alike, as all ranks of a sequence are, would drop the same elements of each part. Afterwards
-    the generator of the CPU is where it was, or one number further if the block drew any.
+    All ranks of a sequence have the same seed, and would otherwise drop the same elements of each part. After the
+    block, the CPU's generator has its earlier state; it is one number further if the block drew random numbers.
     """
     with torch.random.fork_rng(devices=[]):
         seed = int(torch.randint(1 << 30, ()))
@@ -168,14 +169,14 @@ def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def build_sequence_groups(size: int) -> Any:
-    """Return DeepSpeed's module of sequence-parallel groups of ``size`` neighbours, which it keeps for later engines.
+    """Return DeepSpeed's module of sequence-parallel groups of ``size`` neighbours; it keeps them for later engines.
 
-    DeepSpeed also takes ``mesh_param``, or sizes in its JSON; these reduce gradients over the data alone, and not over
-    the parts of a sequence. Raises ConfigError if an open engine has groups of another size.
+    DeepSpeed also takes ``mesh_param``, or sizes in its JSON. With these it reduces gradients only over data
+    parallelism, and not over the parts of a sequence. Raises ConfigError if an open engine has groups of another size.
     """
     mpu: Any = importlib.import_module("deepspeed.runtime.sequence_parallel.parallel_state_sp")
     if mpu._SEQUENCE_PARALLEL_GROUP is None:
-        importlib.import_module("deepspeed").init_distributed(verbose=False)  # initialize comes too late for its groups
+        importlib.import_module("deepspeed").init_distributed(verbose=False)  # initialize is too late for groups
         mpu.initialize_sequence_parallel(size)
     elif mpu.get_sequence_parallel_world_size() != size:
         raise ConfigError(

@@ -20,8 +20,8 @@ from zharness.errors import ConfigError, EngineContractError
 from zharness.mesh import TENSOR, Mesh
 
 _DOCUMENTATION = "https://www.deepspeed.ai/tutorials/autotp-training/"
-# How AutoTP says what a word of a plan says; see PLAN_WORDS. AutoTP has no row-wise layer that takes a whole input, so
-# such a layer stays whole, which gives the same numbers.
+# AutoTP's settings for each word of a plan; see PLAN_WORDS. AutoTP has no row-wise layer that takes a whole input, so
+# such a layer is not split. A layer that is not split gives the same numbers.
 LAYER_SPECS: Mapping[str, Mapping[str, Any]] = {
     "colwise": {"partition_type": "column"},
     "colwise_gather_output": {"partition_type": "column", "gather_output": True},
@@ -41,7 +41,7 @@ REFUSES_ON_TP: Mapping[Feature, str] = {
 def tensor_parallel_section(mesh: Mesh, plan: Mapping[str, str]) -> dict[str, Any]:
     """Return DeepSpeed's section ``tensor_parallel`` for the mesh; empty without the axis tp.
 
-    Raises ConfigError for a model without a plan, and for a word of a plan that AutoTP has no layer for.
+    Raises ConfigError for a model without a plan, and for a word of a plan for which AutoTP has no layer.
     """
     if TENSOR not in mesh.axes:
         return {}
@@ -97,7 +97,7 @@ class SplitTensorReader(DeepSpeedTensorReader):
     def require_split_weights(self, plan: Mapping[str, str], size: int) -> None:
         """Raise EngineContractError unless AutoTP split the weight of each module of ``plan`` whose word says so.
 
-        A whole layer gives the numbers of a split one, so that no comparison with plain PyTorch would tell. A weight
+        A layer that is not split gives the same numbers, so a comparison with plain PyTorch would not find it. A weight
         with fewer rows or columns than the ``size`` of tp is whole on one rank.
         """
         for module, word in plan.items():
@@ -142,7 +142,7 @@ class SplitTensorReader(DeepSpeedTensorReader):
         }
 
     def layout(self) -> dict[str, tuple[Piece, ...]]:
-        """Return which pieces of each trained parameter each rank owns; replicas over the data own the same ones."""
+        """Return which pieces of each trained parameter each rank owns; data-parallel replicas own the same pieces."""
         owned = {
             name: self._own_runs(name, pieces)
             for name, pieces in self._pieces_of_parts().items()
@@ -153,7 +153,7 @@ class SplitTensorReader(DeepSpeedTensorReader):
         return {name: tuple(piece for view in views for piece in view.get(name, ())) for name in owned}
 
     def _pieces_of_parts(self) -> dict[str, tuple[Piece, ...]]:
-        """Return the pieces of this rank's parts of the trained parameters, by name; at stage 0 none."""
+        """Return the pieces of this rank's parts of the trained parameters, by name; there are none at stage 0."""
         of_zero = super().layout()
         trained = [name for name, param in self.params.items() if param.requires_grad]
         return {name: of_zero.get(name, ()) for name in trained}

@@ -22,7 +22,7 @@ class DeepSpeedTensorReader:
     """Reads full tensors from a deepspeed.DeepSpeedEngine at ``stage``.
 
     ``params`` maps each parameter's original name to the parameter. ``links`` are the right links of parameters to
-    their partitions. ``data_group`` has the ranks over which tensors are partitioned, or is None if all have. Every
+    their partitions. ``data_group`` has the ranks over which tensors are partitioned; None means all ranks. Every
     method that returns tensors is a collective.
     """
 
@@ -33,7 +33,7 @@ class DeepSpeedTensorReader:
     data_group: Any
 
     def grads(self) -> dict[str, Tensor]:
-        """Return the unscaled gradients that ``step`` will apply, or this rank's own ones if none was reduced yet."""
+        """Return the unscaled gradients that ``step`` will apply, or this rank's own if none was reduced yet."""
         grads = {}
         with self.links.applied():
             for name, param in self.params.items():
@@ -137,13 +137,13 @@ class DeepSpeedTensorReader:
             return {name: readers[self.stage](param) for name, param in self.params.items() if self._has_state(param)}
 
     def _has_state(self, param: nn.Parameter) -> bool:
-        """Return whether the optimizer may have state of ``param``; at stage 0 it keeps that of a frozen one."""
+        """Return whether the optimizer may have state of ``param``; stage 0 keeps the state of frozen parameters."""
         if self.stage == 0:
             return param.requires_grad or self._stage0_master(param) in self.engine.optimizer.state
         return param.requires_grad and self._is_sharded(param)
 
     def _full_grad(self, param: Any) -> Tensor | None:
-        """Return the reduced gradient of ``param``, or this rank's own one if nothing was reduced.
+        """Return the reduced gradient of ``param``, or this rank's own gradient if nothing was reduced.
 
         This method does not always call safe_get_full_grad, which returns ``param.grad`` if it is set. Above stage 0
         ``param.grad`` is an unreduced gradient, while ``step`` applies the reduced partitions.
@@ -206,7 +206,7 @@ class DeepSpeedTensorReader:
     def _is_sharded(self, param: Any) -> bool:
         """Return whether ``param`` has a master weight and optimizer state in a partition, above stage 0.
 
-        DeepSpeed makes partitions of the parameters that require a gradient when the engine is built, and of no others.
+        DeepSpeed makes partitions only of the parameters that require a gradient when the engine is built.
         """
         if self.stage == 3:
             return self.engine.optimizer.get_param_id(param) in self.engine.optimizer.grad_position
@@ -240,7 +240,8 @@ class DeepSpeedTensorReader:
     def _stage0_master(self, param: nn.Parameter) -> Tensor | None:
         """Return the tensor that stage 0's optimizer updates for ``param``: the parameter, or its fp32 master.
 
-        Returns None if there should be a master and is none, as for a weight that was frozen when the engine was built.
+        Returns None if the parameter should have a master but has none, as for a weight that was frozen when the engine
+        was built.
         """
         groups = getattr(self.engine.optimizer, "fp16_groups", None)
         if groups is None:
@@ -268,7 +269,7 @@ class DeepSpeedTensorReader:
         return {**{key: self._assemble_state(param, state[key]) for key in sorted(keys)}, **_scalar_states(state)}
 
     def _gather_partitions(self, group: int) -> list[PartitionState]:
-        """Return what all ranks over which states are gathered have of a parameter group. This is a collective."""
+        """Return a parameter group's partitions and states on all ranks of the data group. This is a collective."""
         zero, flat = self.engine.optimizer, self._flat_masters()[group]
         states = {
             key: value.numel()
@@ -301,7 +302,7 @@ class DeepSpeedTensorReader:
 
     @contextmanager
     def gather_params(self, params: Sequence[nn.Parameter], modifier_rank: int | None = None) -> Iterator[None]:
-        """Gather full ``params`` inside the block; afterwards every rank has what ``modifier_rank`` wrote to them."""
+        """Gather full ``params`` inside the block; afterwards every rank has the values that ``modifier_rank`` set."""
         if self.stage < 3:
             yield
             return
@@ -336,7 +337,7 @@ def local_piece(param: Any) -> Piece | None:
 
 
 def own_pieces(params: Mapping[str, nn.Parameter], *, are_sharded: bool) -> dict[str, Piece | None]:
-    """Return the piece that this rank owns of each of its own parameters: its shard, or all of it."""
+    """Return the piece that this rank owns of each of its own parameters: its shard, or the whole parameter."""
     rank = dist.get_rank()
     return {
         name: local_piece(param) if are_sharded else Piece(rank, 0, param.numel()) for name, param in params.items()
@@ -351,9 +352,9 @@ def gather_pieces(own: Mapping[str, Piece | None], names: Sequence[str]) -> dict
 
 
 def gather_by_name(own: Mapping[str, Any], names: Sequence[str], group: Any) -> dict[str, Any]:
-    """Return what the ranks of ``group`` have, in the order of ``names``. This is a collective.
+    """Return the entries ``own`` of all ranks of ``group``, in the order of ``names``. This is a collective.
 
-    Of a name that several ranks have, a rank returns its own entry, or else that of the first rank.
+    If several ranks have an entry for a name, a rank returns its own entry, or else the entry of the first rank.
     """
     views: list[Mapping[str, Any]] = [{} for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(views, dict(own), group=group)

@@ -1,7 +1,8 @@
 """Build the DeviceMeshes of torch's engines once for each default process group and shape.
 
-Engines of one process share it, as those of a user's program do. Otherwise every engine would add process groups, each
-of which keeps about three threads of gloo until the process ends, and would lose DTensor's cache of splits.
+The engines of one process share a DeviceMesh, as the engines of a user's program do. Otherwise every engine would add
+process groups and would lose DTensor's cache of splits. Each process group keeps about three threads of gloo until the
+process ends.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ if TYPE_CHECKING:
 Shape = tuple[str, tuple[int, ...], tuple[str, ...] | None]
 
 
-@lru_cache(maxsize=1)  # a process has one default group: the meshes of the one before cannot be used, and are dropped
+@lru_cache(maxsize=1)  # a process has one default group; meshes of an earlier group are unusable
 def find_meshes(_group: dist.ProcessGroup) -> dict[Shape, DeviceMesh]:
-    """Return the meshes of a default process group, to which the caller adds those that it builds."""
+    """Return the meshes of a default process group; the caller adds the meshes that it builds."""
     return {}
 
 

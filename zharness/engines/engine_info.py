@@ -14,7 +14,7 @@ from zharness import __version__
 class PoolScope(Enum):
     """Which cells of an engine share a pool of ranks: those of one stage, or those of all stages."""
 
-    STAGE = "stage"  # of an engine that may keep global state in its process
+    STAGE = "stage"  # for an engine that may keep global state in its process
     ENGINE = "engine"
 
 
@@ -25,8 +25,9 @@ class EngineInfo:
     ``target`` is the factory, written ``module:factory``. ``distribution`` is the package whose version is the engine's
     version, and ``install`` is the command that installs that package. ``warm_up`` (``module``, or ``module:function``)
     runs once in the rank server, so that ranks are forked with the engine's modules imported. ``sources`` are the
-    modules and packages whose branches `zharness hunt --coverage` measures. ``around`` is the name of an engine that
-    this one calls, whose expected failures are this one's too. ``pool_scope`` says which cells share ranks.
+    modules and packages whose branches `zharness hunt --coverage` measures. ``around`` is the name of the engine that
+    this engine calls; the expected failures of that engine also apply to this engine. ``pool_scope`` says which cells
+    share ranks.
     """
 
     name: str
@@ -47,7 +48,8 @@ class EngineInfo:
     def version(self) -> str | None:
         """Return the installed version of the engine's package, or None if the package is not installed.
 
-        An engine of zharness itself has the version of the code that runs: a clone on PYTHONPATH is not installed.
+        An engine of zharness itself has the version of the running code, because a clone on PYTHONPATH is not
+        installed.
         """
         if self.distribution == "zharness":
             return __version__

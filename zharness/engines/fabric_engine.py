@@ -104,7 +104,7 @@ class FabricEngine(TorchEngine):
         self._schedule.load_state_dict(state["schedule"])
 
     def _state(self) -> dict[str, Any]:
-        """Return what a checkpoint saves; ``load`` fills the model and the optimizer, and replaces the schedule's."""
+        """Return a checkpoint's content; ``load`` fills model and optimizer, and replaces the schedule's state."""
         return {
             "model": self._prepared_model,
             "optimizer": self._prepared,

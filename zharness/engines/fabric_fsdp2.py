@@ -64,7 +64,7 @@ CAPABILITIES = replace(
 
 
 def capabilities_at(stage: int) -> Capabilities:
-    """Return CAPABILITIES with what Fabric over FSDP2 refuses at ``stage``."""
+    """Return CAPABILITIES with the features that Fabric over FSDP2 refuses at ``stage``."""
     return CAPABILITIES if stage == 3 else replace(CAPABILITIES, refuses={**REFUSES, **fsdp2.STAGE_2_REFUSES})
 
 
@@ -104,7 +104,7 @@ def factory(model: nn.Module, config: EngineConfig) -> FabricEngine:
 
 
 class FabricSync(fsdp2.GradientSync):
-    """Leaves gradients unreduced by Fabric's own context."""
+    """Leaves gradients unreduced inside Fabric's own context ``no_backward_sync``."""
 
     def __init__(
         self,

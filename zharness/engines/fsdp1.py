@@ -136,14 +136,15 @@ VARIANTS_OF_SHARDS = {
     "two_replicas": EngineOption(
         {"replicas": 2},
         refuses=REPLICA_REFUSES,
-        # Not tested: one rank per replica (2 replicas on 2 ranks), where the gradients are not reduced (repro
+        # One rank per replica (2 replicas on 2 ranks) is not tested, because FSDP then does not reduce gradients (repro
         # hybrid-of-single-ranks). Expected failures of this setting are not recorded for single laws.
         world_size_factor=4,
         changes_numbers="gradients and their norm are summed in another order",
     ),
 }
 # bf16 is ``MixedPrecision(param_dtype=torch.bfloat16)``: weights are all-gathered and gradients reduced in bf16; the
-# shards that the optimizer updates, and their gradients, stay fp32. fp16 is the same, and a ShardedGradScaler.
+# shards that the optimizer updates, and their gradients, stay fp32. fp16 is the same with torch.float16, and uses a
+# ShardedGradScaler.
 CAPABILITIES = Capabilities(
     stages=frozenset({0, 2, 3}),
     dtypes=frozenset(PARAM_DTYPES),
@@ -244,7 +245,7 @@ def wrap(model: nn.Module, config: EngineConfig) -> FullyShardedDataParallel:
         **{**initialization(model, device), **{name: options[name] for name in PASSED_ON if name in options}},
     )
     keep_original_names(model)
-    wrapped.check_is_root()  # now, because a first use of ``model`` would make each group inside it a root of its own
+    wrapped.check_is_root()  # now: otherwise the first use of ``model`` would make each inner group a root
     if config.reduction is Reduction.SUM:
         sum_gradients(wrapped, "replicas" in options)
     return wrapped

@@ -119,7 +119,7 @@ def require_matching_content(content: Any, shapes: dict[str, Any], engine_state:
             and param_group_sizes(content["optimizer"]) == param_group_sizes(vars(engine_state.optimizer))
             and content["schedule"].keys() == engine_state.schedule.state_dict().keys()
         )
-    except (AttributeError, KeyError, TypeError):  # the file contains something else
+    except (AttributeError, KeyError, TypeError):  # the file contains other data
         matches = False
     if not matches:
         raise CheckpointError(

@@ -111,8 +111,8 @@ def sum_gradients(wrapped: FullyShardedDataParallel, replicated: bool) -> None:
 
     If gradients are sharded without replicas, a communication hook computes the sum. Otherwise each gradient is
     multiplied by the world size before FSDP averages it. Without shards, FSDP reduces the earlier gradients of an
-    accumulation window again, which changes a sum but not a mean. With replicas, FSDP refuses communication hooks.
-    A parameter gets a gradient of its own where the caller runs its module outside of a forward of FSDP.
+    accumulation window again, which changes a sum but not a mean. With replicas, FSDP refuses communication hooks. If
+    the caller runs a module outside of FSDP's forward, the parameter itself gets the gradient, so it has a hook, too.
     """
     if all(handle.uses_sharded_strategy for handle, _ in iter_flat_params(wrapped)) and not replicated:
         wrapped.register_comm_hook(None, reduce_by_sum)

@@ -182,14 +182,16 @@ def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
     apply_options(sharded, config)
     sync = GradientSync(model, sharded, config)
     params, replicas = leaf_parameters(model), mesh.size() // mesh.size(-1)
-    # Not before: materialize_and_load replaces the parameters that fully_shard ignores, and their hooks with them.
+    # Not earlier, because materialize_and_load replaces the parameters that fully_shard ignores, together with their
+    # hooks.
     register_all_reduce_hooks([params[name] for name in ignored], config.reduction)
     is_compiled = compile_in_place(model, config.options)
     reset = require_method("reset_iter_state", model) if config.options.get("reset_iter_state") else do_nothing
     adapter = EngineAdapter(
         forward=model.__call__,
         no_sync=sync.disable,
-        # Collected now, while the shards are registered: between forward and backward the full parameters may be.
+        # Collected now, while the shards are registered: between forward and backward, full parameters may be
+        # registered.
         params=params,
         full_tensors=gather_full_tensors,
         compute_dtype=PARAM_DTYPES[config.dtype],
@@ -206,14 +208,14 @@ def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
 
 
 def refuse_no_gradient(capabilities: Capabilities, options: Mapping[str, Any]) -> Capabilities:
-    """Return ``capabilities`` of an engine with these options, one of which fills unused gradients with zeros."""
+    """Return ``capabilities`` under these options; one option fills unused gradients with zeros."""
     if not options.get("reduce_scatter_unused_params"):
         return capabilities
     return replace(capabilities, refuses={**capabilities.refuses, Feature.NO_GRADIENT: ZERO_FILL_REASON})
 
 
 def refuse_options_on_mesh(config: EngineConfig) -> None:
-    """Raise ConfigError for an option that counts ranks and does not know the axes of a mesh."""
+    """Raise ConfigError for an option that cannot be set on a mesh with named axes."""
     for name in sorted(KEYS_WITHOUT_MESH):
         if config.mesh.sizes and config.options.get(name):
             raise ConfigError(f"the option {name} cannot be set on the mesh {config.mesh.label}")
@@ -261,8 +263,8 @@ def ignored_params_argument(ignored: Iterable[nn.Parameter], fully_shard: Callab
 class GradientSync:
     """Switches gradient reduction of ``model`` off and on, and counts the no_sync blocks since ``zero_grad``.
 
-    The option ``no_sync`` says what is switched: reduce-scatter and all-reduce, or with replicas the all-reduce alone.
-    With the option ``reshard_after_backward`` weights stay unsharded while gradients are not reduced.
+    The option ``no_sync`` says what is switched off: reduce-scatter and all-reduce, or with replicas only the
+    all-reduce. With the option ``reshard_after_backward`` weights stay unsharded while gradients are not reduced.
     """
 
     def __init__(self, model: nn.Module, sharded: list[FSDPModule], config: EngineConfig) -> None:
@@ -287,9 +289,9 @@ class GradientSync:
     def drop_unreduced_gradients(self) -> None:
         """Drop the gradients that were not reduced. This is a collective if there was a no_sync block.
 
-        These gradients are on the unsharded weights, where ``zero_grad`` of optimizer and module does not see them, and
-        the next reduced backward would add them. On torch 2.13 ``reset_iter_state`` keeps them too, contrary to its
-        documentation. It drops those that were reduced within a row of ranks.
+        These gradients are on the unsharded weights. ``zero_grad`` of the optimizer and the module does not see them,
+        and the next reduced backward would add them. On torch 2.13 ``reset_iter_state`` keeps these gradients too,
+        contrary to its documentation. It drops the gradients that were reduced within a row of ranks.
         """
         if self._unreduced_count and self._kind == ALL_REDUCE:
             require_method("reset_iter_state", self._model)()

@@ -45,10 +45,10 @@ REPLICA_REFUSES = {
     **GROUPS_REMAIN,
     Feature.RESOURCES: f"shards are as large as with fewer ranks: 'replicated across the 0th dim' ({DOCUMENTATION})",
 }
-KEYS_WITHOUT_MESH = frozenset({"replicas", "ignored_params"})  # they count ranks, and do not know the axes of a mesh
+KEYS_WITHOUT_MESH = frozenset({"replicas", "ignored_params"})  # they count ranks, and ignore the axes of a mesh
 UNSHARDED_REASON = f"ignored_params: 'They will not be sharded' ({DOCUMENTATION})"
 REPLICAS_CHANGE_NUMBERS = "gradients and their norm are summed in another order"
-# Values of options whose names are not those of FSDPModule's setters.
+# Values of options for which FSDPModule has no setter of the same name.
 AUTO = "auto"
 UNSHARDABLE, VECTORS = "unshardable", "vectors"
 BOTH, ALL_REDUCE = "both", "all_reduce"
@@ -202,8 +202,8 @@ def build_mesh(config: EngineConfig, device: torch.device) -> DeviceMesh:
 def build_precision_policy(config: EngineConfig) -> MixedPrecisionPolicy:
     """Return the MixedPrecisionPolicy of ``config``. Raises ConfigError for an unknown dtype.
 
-    In bf16 and fp16 weights are all-gathered and gradients reduced in that dtype; the shards that the optimizer
-    updates, and their gradients, stay fp32. The caller of fp16 has a GradScaler.
+    In bf16 and fp16, weights are all-gathered and gradients are reduced in this dtype. The shards that the optimizer
+    updates, and their gradients, stay fp32. With fp16 the caller has a GradScaler.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -287,7 +287,7 @@ def apply_options(sharded: Sequence[FSDPModule], config: EngineConfig) -> None:
 
 
 def set_prefetches(sharded: Sequence[FSDPModule], config: EngineConfig) -> None:
-    """Make each module prefetch the next modules of ``sharded`` in forward, and those before it in backward."""
+    """Make each module prefetch the next modules of ``sharded`` in forward, and the previous modules in backward."""
     for index, module in enumerate(sharded):
         if (count := config.options.get("forward_prefetch")) is not None:
             module.set_modules_to_forward_prefetch(list(sharded[index + 1 : index + 1 + count]))

@@ -1,4 +1,4 @@
-"""Options that torch's engines share, and that are about a GPU: compiled models, fused optimizers, pinned memory."""
+"""Define the options about GPUs that torch's engines share: compiled models, fused optimizers and pinned memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CAPTURED_LAWS = frozenset(
 REPLAYED_LAWS = frozenset({"training.trajectory"})
 COMPILED_LAWS = frozenset({"training.grads", "training.kernels"})
 COMPILE_REASON = "each model is compiled, which takes seconds, and the other laws change the graph in every call"
-# Laws whose optimizer has a fused form, and whose formula has no rounding of its own there.
+# Laws whose optimizer has a fused form that rounds as the laws' formula allows.
 FUSED_LAWS = frozenset({"training.sgd_step", "training.clip_and_norm", "state.resume-adamw"})
 FUSED_REASON = (
     "the other laws use another optimizer, or replay Adam's unfused operations, from which a kernel may differ"
@@ -89,9 +89,9 @@ def shared_options(
 
 
 def compile_in_place(module: nn.Module, options: Mapping[str, Any]) -> bool:
-    """Let later calls of ``module`` run compiled, if an option asks for it. Raises ConfigError for an unknown value.
+    """Compile later calls of ``module`` if an option asks for it. Raises ConfigError for an unknown value.
 
-    Returns whether it does, so that the caller drops the compiled graphs when it closes.
+    Returns whether an option asks for it; the caller then drops the compiled graphs when the engine is closed.
     """
     backend = options.get(COMPILE)
     if backend is None:

@@ -26,7 +26,7 @@ SECTION_EXAMPLES: Mapping[str, str] = {
     "torch_autocast": '{"enabled": true}',
     **{f"{ZERO}.{key}": '{"device": "cpu"}' for key in OFFLOADS},
 }
-# The only values that torch's engines can stand for, as another one changes every step.
+# The only values of these keys that can be translated for torch's engines: any other value changes every step.
 REQUIRED_VALUES: Mapping[str, Any] = {"amp.enabled": False, "gradient_allreduce_op": "mean"}
 FORCES_CPU_ADAM = "zero_force_ds_cpu_optimizer"
 
@@ -35,7 +35,7 @@ FORCES_CPU_ADAM = "zero_force_ds_cpu_optimizer"
 class TranslatedOptions:
     """The options of an engine, the keys of the file that have no meaning there, and a sentence for each change.
 
-    ``sets_reduce_dtype`` is whether ``communication_data_type`` of the file has an effect.
+    ``sets_reduce_dtype`` says whether ``communication_data_type`` of the file has an effect.
     """
 
     options: Mapping[str, Any]
@@ -45,7 +45,7 @@ class TranslatedOptions:
 
 
 def translate_options(engine: str, name: str, options: Mapping[str, Any]) -> TranslatedOptions:
-    """Return the options of ``engine`` that a DeepSpeed JSON stands for; an engine of the user gets them as they are.
+    """Return a DeepSpeed JSON's options translated for ``engine``; a user's engine gets the options untranslated.
 
     Raises ConfigError, with the ``name`` of the configuration, for a key that DeepSpeed does not have and for a value
     that cannot be translated, if the engine does not read the file itself.
@@ -70,7 +70,7 @@ def translate_options(engine: str, name: str, options: Mapping[str, Any]) -> Tra
 
 
 def require_translatable_values(engine: str, name: str, options: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a value that has the wrong type, or that changes every step and ``engine`` cannot do."""
+    """Raise ConfigError for a value of the wrong type, or one that changes every step and ``engine`` cannot do."""
     for path, required in REQUIRED_VALUES.items():
         value = find_value(options, path)
         if value not in (None, required):
@@ -94,8 +94,8 @@ def require_translatable_values(engine: str, name: str, options: Mapping[str, An
 def keep_torch_optimizer(options: Mapping[str, Any]) -> TranslatedOptions:
     """Allow torch's optimizer on DeepSpeed where the file offloads the optimizer's state.
 
-    From the section "optimizer" DeepSpeed would build DeepSpeedCPUAdam, which rounds otherwise than the torch.optim
-    that laws replay.
+    From the section "optimizer" DeepSpeed would build DeepSpeedCPUAdam, which rounds differently from the torch.optim
+    optimizer that the laws replay.
     """
     device = find_value(options, f"{ZERO}.offload_optimizer.device")
     if device in (None, "none") or options.get(FORCES_CPU_ADAM) is False:

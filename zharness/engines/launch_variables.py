@@ -14,7 +14,7 @@ from zharness.environment import set_variables
 
 @contextmanager
 def launch_variables() -> Iterator[None]:
-    """Set the variables inside the block; without them accelerate trains each rank alone.
+    """Set the variables inside the block; without them accelerate trains each rank separately.
 
     Without OMP_NUM_THREADS accelerate would also change the number of threads of this process.
     """

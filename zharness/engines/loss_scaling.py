@@ -20,7 +20,7 @@ BuildScaler = Callable[..., torch.amp.GradScaler]
 
 
 class LossScaler(Protocol):
-    """What an engine does with a loss and its gradients because of a loss scale."""
+    """The operations of an engine on a loss and its gradients that depend on the loss scale."""
 
     @property
     def skipped_steps(self) -> int | Absent:
@@ -33,22 +33,22 @@ class LossScaler(Protocol):
         """Return the loss from which backward starts."""
 
     def unscale(self, gradient: Tensor) -> Tensor:
-        """Return a gradient as it is without the loss scale, in float32 if there is one."""
+        """Return a gradient divided by the loss scale, in float32; without a loss scale, return it unchanged."""
 
     def rescale(self, gradient: Tensor) -> Tensor:
-        """Return an unscaled gradient as ``.grad`` has it before the step."""
+        """Return an unscaled gradient multiplied by the loss scale, as ``.grad`` has it before the step."""
 
     def unscale_in_place(self, optimizer: torch.optim.Optimizer) -> None:
-        """Unscale the gradients before they are clipped; without a call, ``step`` unscales them."""
+        """Unscale the gradients before they are clipped. If this method is not called, ``step`` unscales them."""
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Make the optimizer's step unless gradients overflowed, and return whether it was made."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps."""
+        """Return the state that a checkpoint saves."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what ``state_dict`` returned."""
+        """Continue from the state that ``state_dict`` returned."""
 
 
 class NoLossScale:
@@ -83,13 +83,14 @@ class NoLossScale:
 
 
 class CallersGradScaler:
-    """The LossScaler of a caller with a GradScaler, whose scale is reset after every step if it is static."""
+    """The LossScaler of a caller with a GradScaler; a static scale is restored after every step."""
 
     def __init__(self, scaler: torch.amp.GradScaler, device: torch.device, static_scale: float | None) -> None:
         self.skipped_steps = 0
         self._scaler = scaler
         self._static_scale = static_scale
-        # The scale exists from the first scaled loss on, and a step may come before one: gradients can be written.
+        # GradScaler makes its scale at the first scaled loss. A step may come earlier, because gradients can be
+        # written.
         self._scaler.scale(torch.zeros((), device=device))
 
     def read_scale(self) -> float:
@@ -109,8 +110,8 @@ class CallersGradScaler:
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
         before = self.read_scale()
-        # GradScaler.step raises "No inf checks were recorded". A ShardedGradScaler asks the other ranks, also on a rank
-        # whose shards have no elements.
+        # Without gradients GradScaler.step raises "No inf checks were recorded". A ShardedGradScaler asks the other
+        # ranks, even on a rank whose shards have no elements.
         if type(self._scaler) is torch.amp.GradScaler and not has_gradients(optimizer):
             optimizer.step()
             self._scaler.update(before)
@@ -132,19 +133,19 @@ class CallersGradScaler:
 
 
 class Progress:
-    """The learning-rate schedule and the loss scale of a training, as a checkpoint keeps them."""
+    """The learning-rate schedule and the loss scale of a training, as a checkpoint saves them."""
 
     def __init__(self, schedule: torch.optim.lr_scheduler.LambdaLR, scaler: LossScaler) -> None:
         self._schedule = schedule
         self._scaler = scaler
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the schedule, and that of the loss scale under ``loss_scale`` if there is one."""
+        """Return the state of the schedule, with the state of the loss scale under ``loss_scale`` if there is one."""
         scale = self._scaler.state_dict()
         return {**self._schedule.state_dict(), **({"loss_scale": scale} if scale else {})}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what ``state_dict`` returned. Without a saved loss scale, that of this training stays."""
+        """Continue from the state that ``state_dict`` returned; without a loss scale in it, keep the current one."""
         self._schedule.load_state_dict({key: value for key, value in state.items() if key != "loss_scale"})
         if "loss_scale" in state:
             self._scaler.load_state_dict(state["loss_scale"])
@@ -158,8 +159,8 @@ def has_gradients(optimizer: torch.optim.Optimizer) -> bool:
 def build_loss_scaler(config: EngineConfig, autocast_dtype: torch.dtype | None, build: BuildScaler) -> LossScaler:
     """Return the loss scaler of ``config``, made by ``build``, which is GradScaler or a subclass.
 
-    The scale is static in a model in fp16, and GradScaler's own under torch.autocast in fp16. It is on the device on
-    which ranks compute, where losses are: offloaded shards are on the CPU.
+    For a model in fp16 the scale is static. Under torch.autocast in fp16 GradScaler changes the scale. The scale is on
+    the compute device, where losses are, because offloaded shards are on the CPU.
     """
     device = torch.device(compute_device_type())
     if config.dtype == "fp16":
@@ -170,8 +171,8 @@ def build_loss_scaler(config: EngineConfig, autocast_dtype: torch.dtype | None, 
 
 
 def build_sharded_scaler(device_type: str, **rules: Any) -> torch.amp.GradScaler:
-    """Return the GradScaler of FSDP1, which tells every rank of an overflow in the shards of one."""
+    """Return the GradScaler of FSDP1, which lets every rank skip a step if the shards of one rank overflowed."""
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-    # By default the group is that of the time when the class was imported.
+    # The default argument is the group that existed when the class was imported.
     return ShardedGradScaler(device_type, process_group=dist.group.WORLD, **rules)

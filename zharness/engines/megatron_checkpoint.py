@@ -1,4 +1,4 @@
-"""Read what a checkpoint of Megatron-FSDP has, which is written with torch.distributed.checkpoint."""
+"""Find out what a checkpoint of Megatron-FSDP, written with torch.distributed.checkpoint, contains."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zharness.reference.checkpoints.raise_on_all_ranks import raise_on_all_ranks
 def has_optimizer_state(path: Path) -> bool:
     """Return whether the checkpoint was saved after a step, so that it has state of the optimizer.
 
-    Raises CheckpointError on every rank if it is missing, or if its list of tensors is damaged.
+    Raises CheckpointError on every rank if the checkpoint is missing, or if its list of tensors is damaged.
     """
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 

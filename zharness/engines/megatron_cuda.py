@@ -1,10 +1,11 @@
-"""Stand in on a CPU for what Megatron-FSDP takes of ``torch.cuda``: streams, events and the current device.
+"""Stand in on a CPU for the parts of ``torch.cuda`` that Megatron-FSDP uses: streams, events and the current device.
 
-Megatron-FSDP has no path without a GPU. While engines are open on a CPU, those of its modules that need one get a
-``torch`` whose ``cuda`` is ``CpuCuda``; torch itself, and every other module, keep the real one. On a CPU the work of a
-stream has ended when the call that enqueued it returns, so that streams and events have nothing to wait for.
-What Megatron-FSDP takes otherwise is set by its own options: the device by its argument ``device``, the mesh by
-``device_mesh``, and NCCL's PREMUL_SUM by ``gradient_reduce_div_fusion``, without which it divides and then sums.
+Megatron-FSDP has no code path without a GPU. While engines are open on a CPU, the modules of Megatron-FSDP that need
+``torch.cuda`` get a stand-in for ``torch`` whose ``cuda`` is ``CpuCuda``. torch itself and all other modules keep the
+real ``torch.cuda``. On a CPU the work of a stream has ended when the call that enqueued it returns, so streams and
+events have nothing to wait for. Megatron-FSDP's own options replace its other uses of a GPU: the argument ``device``
+sets the device, and ``device_mesh`` sets the mesh. Without ``gradient_reduce_div_fusion`` it does not use NCCL's
+PREMUL_SUM, but divides and then sums.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ MODULES = tuple(f"megatron_fsdp.{name}" for name in ("megatron_fsdp", "param_and
 
 @dataclass(frozen=True)
 class CpuEvent:
-    """An event that has always happened."""
+    """An event that has already happened."""
 
     def wait(self, stream: CpuStream | None = None) -> None:
         """Return at once."""
@@ -37,10 +38,10 @@ class CpuStream:
     """A stream whose work runs as it is enqueued, in the thread of the caller."""
 
     def wait_stream(self, stream: CpuStream) -> None:
-        """Return at once: what was enqueued on ``stream`` has run."""
+        """Return at once, because all work that was enqueued on ``stream`` has run."""
 
     def record_event(self) -> CpuEvent:
-        """Return an event after all work that was enqueued."""
+        """Return an event that follows all enqueued work."""
         return CpuEvent()
 
 
@@ -79,7 +80,7 @@ class CpuCuda(ModuleType):
 
 
 class CpuTensor(Tensor):
-    """A tensor whose ``cuda()`` leaves it on the CPU, as Megatron-FSDP calls it to check the bounds of shards."""
+    """A tensor that ``cuda()`` leaves on the CPU; Megatron-FSDP calls ``cuda()`` to check the bounds of shards."""
 
     def cuda(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the tensor as a plain one."""
@@ -102,13 +103,13 @@ class TorchOnCpu(ModuleType):
 
 
 class StandIns:
-    """Counts the open engines, and gives Megatron-FSDP's modules the stand-ins while there is one."""
+    """Counts the open engines, and gives Megatron-FSDP's modules the stand-ins while any engine is open."""
 
     def __init__(self) -> None:
         self._engines = 0
 
     def install(self) -> Callable[[], None]:
-        """Install the stand-ins for one more engine, and return the function that ends this. It may be called twice."""
+        """Install the stand-ins for one more engine; return the function that removes them, which may run twice."""
         self._engines += 1
         if self._engines == 1:
             replace_torch(TorchOnCpu())
@@ -125,6 +126,6 @@ STAND_INS = StandIns()
 
 
 def replace_torch(module: ModuleType) -> None:
-    """Make ``module`` what Megatron-FSDP's modules that use ``torch.cuda`` know as torch."""
+    """Give ``module`` the name ``torch`` in those modules of Megatron-FSDP that use ``torch.cuda``."""
     for name in MODULES:
         vars(importlib.import_module(name))["torch"] = module

@@ -1,8 +1,8 @@
 """Adapt Megatron-FSDP to the Engine protocol: stage 0 (``no_shard``) and stage 3 (``optim_grads_params``).
 
 The calls are those of its documentation: ``fully_shard_model``, ``fully_shard_optimizer``, and ``step`` and
-``zero_grad`` of the optimizer. The axis dp_replicate is its outer data parallelism (HSDP). On a CPU it gets stand-ins
-for ``torch.cuda`` (``megatron_cuda``).
+``zero_grad`` of the optimizer. The axis dp_replicate is its outer data parallelism (HSDP). On a CPU, Megatron-FSDP gets
+stand-ins for ``torch.cuda`` (``megatron_cuda``).
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ CAPABILITIES = Capabilities(
 
 
 def capabilities_at(stage: int) -> Capabilities:
-    """Return CAPABILITIES with what Megatron-FSDP refuses at ``stage``."""
+    """Return CAPABILITIES with the features that Megatron-FSDP refuses at ``stage``."""
     if stage == 0:
         # With an outer axis a step raises: _get_fsdp_tensor_spec gives a whole weight one placement on two axes.
         return replace(
@@ -130,7 +130,7 @@ def capabilities_at(stage: int) -> Capabilities:
 
 
 def unit_classes(model: nn.Module, options: Mapping[str, Any]) -> list[type[nn.Module]]:
-    """Return the classes of the modules that Megatron-FSDP shards as units, which it takes by class."""
+    """Return the classes of the modules that Megatron-FSDP shards as units; it takes classes, not modules."""
     modules = select_group_modules(model, str(options.get("grouping", LEAF)), options.get("in_root", ())) or [model]
     return list(dict.fromkeys(type(module) for module in modules))
 
@@ -140,7 +140,7 @@ def warm_up() -> None:
     import warnings
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that Transformer Engine is not installed
+        warnings.simplefilter("ignore")  # the warning that Transformer Engine is not installed
         import megatron_fsdp  # noqa: F401
 
 
@@ -190,7 +190,7 @@ def shard(model: nn.Module, config: EngineConfig, remove_stand_ins: Callable[[],
 
 
 def describe_axes(mesh: Mesh, device: torch.device) -> Mapping[str, Any]:
-    """Return the arguments of ``fully_shard_model`` that say which ranks shard, and which have copies of the shards."""
+    """Return ``fully_shard_model``'s arguments that say which ranks shard, and which ranks have copies of shards."""
     shape = mesh.shape(dist.get_world_size())
     axes = (*((REPLICATE,) if REPLICATE in mesh.axes else ()), DATA_SHARD, TENSOR)
     arguments = {
@@ -204,7 +204,7 @@ def describe_axes(mesh: Mesh, device: torch.device) -> Mapping[str, Any]:
 
 
 def release(wrapped: Any, remove_stand_ins: Callable[[], None]) -> None:
-    """Remove the hooks of gradients, which keep the model alive, since Python's collector does not see them."""
+    """Remove the gradient hooks: they keep the model alive, because Python's garbage collector does not see them."""
     for hook in wrapped.grad_acc_hooks.values():
         hook.remove()
     remove_stand_ins()
@@ -215,8 +215,9 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Return the optimizer of ``spec`` as ``fully_shard_optimizer`` extends it.
 
-    The step that this function makes (NVIDIA/Megatron-LM#5974) is undone, unless ``keeps_first_step``: almost every law
-    of optimizers with momentum or weight decay would fail by it, and show nothing else.
+    ``fully_shard_optimizer`` makes a step (NVIDIA/Megatron-LM#5974). This function undoes the step unless
+    ``keeps_first_step``, because almost every law of optimizers with momentum or weight decay would fail because of the
+    step, and show nothing else.
     """
     from megatron_fsdp import fully_shard_optimizer
 
@@ -229,7 +230,7 @@ def build_optimizer(
 
 @contextmanager
 def keep_values(wrapped: Any, params: Iterable[Tensor]) -> Iterator[None]:
-    """Give ``params`` the values back at the end of the block that they had at its beginning."""
+    """Restore, at the end of the block, the values that ``params`` had at its beginning."""
     kept = [(param, local_tensor(param).detach().clone()) for param in params]
     yield
     for param, value in kept:
@@ -252,7 +253,7 @@ def leave_unreduced(wrapped: Any) -> Iterator[None]:
 class MegatronEngine(TorchEngine):
     """An engine whose weights, gradients and optimizer state are Megatron-FSDP's; see ``Engine``.
 
-    A rank whose part of a weight is empty has no gradient and no optimizer state of it.
+    A rank whose part of a weight is empty has no gradient and no optimizer state for this weight.
     """
 
     def __init__(
@@ -301,7 +302,7 @@ class MegatronEngine(TorchEngine):
         self._schedule.load_state_dict(state["schedule"])
 
     def _make_state(self) -> None:
-        """Make the optimizer's state, into which a checkpoint is read, by a step as fully_shard_optimizer makes it."""
+        """Make the optimizer's state, into which a checkpoint is read, by the step that fully_shard_optimizer makes."""
         params = [param for param in self._adapter.params.values() if local_tensor(param).numel()]
         with keep_values(self._wrapped, params):
             for param in params:
@@ -310,7 +311,7 @@ class MegatronEngine(TorchEngine):
         self._optimizer.zero_grad()
 
     def _state(self) -> dict[str, Any]:
-        """Return what a checkpoint has, as the package documents."""
+        """Return the content of a checkpoint, as the package documents it."""
         return {
             "model": self._wrapped.state_dict(),
             "optimizer": self._optimizer.state_dict(),
@@ -372,7 +373,7 @@ class MegatronEngine(TorchEngine):
         }
 
     def _full(self, name: str, tensor: Tensor | None) -> Tensor:
-        """Return the full tensor of a parameter, its gradient or state, of which this rank may have no part.
+        """Return the full tensor of a parameter, gradient or state; this rank may have no part of the tensor.
 
         This is a collective.
         """
@@ -388,7 +389,7 @@ class MegatronEngine(TorchEngine):
 
 
 def is_split(tensor: Tensor) -> bool:
-    """Return whether ``tensor`` is a DTensor, and not a number that every rank has, as a count of steps."""
+    """Return whether ``tensor`` is a DTensor, and not a number that every rank has, such as a step count."""
     from torch.distributed.tensor import DTensor
 
     return isinstance(tensor, DTensor)

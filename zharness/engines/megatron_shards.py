@@ -1,7 +1,7 @@
 """Read and write full tensors of Megatron-FSDP, which shards by rows wherever its flat buffers are cut.
 
-The rows of a weight that a rank has may be none, and the ranks have different numbers of them. torch's
-``DTensor.full_tensor`` and ``distribute_tensor`` expect the rows of ``torch.chunk``, so that neither works here.
+A rank may have no rows of a weight, and the ranks have different numbers of rows. torch's ``DTensor.full_tensor`` and
+``distribute_tensor`` expect the rows that ``torch.chunk`` gives each rank, so neither of them works here.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from zharness.engines.torch_access import copy_into_shard, copy_shard
 def find_pieces(params: Mapping[str, nn.Parameter]) -> dict[str, tuple[Piece, ...]]:
     """Return the flat elements that each rank owns of each sharded parameter, which is a DTensor of the package.
 
-    Every rank of the world has an entry, which may be empty. A parameter that every rank has whole has none. This is
-    a collective.
+    Each parameter has an entry for every rank of the world, which may be empty. A parameter that every rank has whole
+    is left out. This is a collective.
     """
     from megatron_fsdp.uneven_dtensor import gather_and_compute_chunk_metadata
 
@@ -38,9 +38,10 @@ def find_pieces(params: Mapping[str, nn.Parameter]) -> dict[str, tuple[Piece, ..
 
 
 def gather(local: Tensor, shape: torch.Size, pieces: tuple[Piece, ...], own_copy: range) -> Tensor:
-    """Return the full tensor on CPU of which this rank has ``local``, its piece of ``pieces``. This is a collective.
+    """Return the full tensor on CPU from the piece of each rank; this rank has ``local``. This is a collective.
 
-    It is that of the ranks ``own_copy``, which have one copy of all shards; the others have copies of these.
+    The full tensor is joined from the ranks ``own_copy``, which together have one copy of all shards. All other ranks
+    have further copies.
     """
     comm, longest = Comm(), max(piece.stop - piece.start for piece in pieces)
     padded = torch.zeros(longest, dtype=local.dtype, device=local.device)

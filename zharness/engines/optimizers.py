@@ -22,7 +22,7 @@ ELEMENTWISE: dict[str, type[torch.optim.Optimizer]] = {
         torch.optim.SGD,
     )
 }
-# torch's optimizers of whole matrices: the update of a shard is not the shard of the update.
+# torch's optimizers that need whole matrices: updating a shard does not give the shard of the updated matrix.
 MATRIX: dict[str, type[torch.optim.Optimizer]] = (
     {"muon": torch.optim.Muon} if hasattr(torch.optim, "Muon") else {}  # since 2.9
 )

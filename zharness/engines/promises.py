@@ -1,4 +1,4 @@
-"""Define what an engine promises beside features: how it is called, what buffers hold, how often it gathers weights."""
+"""Define an engine's promises beside features: how it is called, what buffers hold, how often it gathers weights."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class CallForm(Enum):
-    """Who runs the forwards and backwards of a step, which is the form in which an engine is called."""
+    """Who runs the forwards and backwards of a step: the form in which an engine is called."""
 
     FORWARD_AND_BACKWARD = "a forward and a backward for each micro-batch, which the caller calls"
     WHOLE_BATCH = "train_batch, which runs the forwards and backwards of all micro-batches of a step"
@@ -14,7 +14,7 @@ class CallForm(Enum):
 
 
 class BufferPromise(Enum):
-    """What an engine promises of the buffers that a training forward writes, such as running statistics.
+    """The engine's promise about the buffers that a training forward writes, such as running statistics.
 
     The laws compare the buffers of each rank with those of plain PyTorch under the same promise: bitwise, or, if the
     engine has its own kernels, floating-point buffers within the error of torch's kernels.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class AccumulationOwner(Enum):
-    """The choice who divides the loss by the number of micro-batches and ends each step: the engine or its caller."""
+    """Who divides the loss by the number of micro-batches and ends each step: the engine or its caller."""
 
     ENGINE = "engine"
     CALLER = "caller"
@@ -70,15 +70,19 @@ class OptimizerSpec:
 class EngineConfig:
     """The configuration that a law passes to an engine and to its baseline.
 
-    ``dtype`` applies to parameters, gradients and their reduction. Under bf16 and fp16 the optimizer updates fp32
-    master weights; under fp16 ``loss_scale`` is the static loss scale. ``options`` are the engine's own options.
-    ``mesh`` has the axes of parallelism beside data parallelism. ``tp_plan`` says by the name of a module how the axis
-    tp splits it, in the words of transformers' plans: ``colwise``, ``rowwise``. ``pp_plan`` has the names of the
-    modules that the model calls one after another, each with the outputs of the one before; the axis pp splits them.
-    ``ep_plan`` has the names of the layers of experts, whose experts the axis ep splits: modules with a ``gate``, a
-    linear layer without bias, and ``experts``, each token of which goes to the expert of the largest softmax.
-    ``cp_plan`` has the names of the attention modules: the axis cp splits the sequence, and these modules alone need
-    all of it. Their query, key, value and output are (samples, tokens, heads, features of a head).
+    - ``dtype`` applies to parameters, gradients and their reduction. Under bf16 and fp16 the optimizer updates fp32
+      master weights.
+    - ``loss_scale`` is the static loss scale under fp16.
+    - ``options`` are the engine's own options.
+    - ``mesh`` has the axes of parallelism beside data parallelism.
+    - ``tp_plan`` says by the name of a module how the axis tp splits it, in the words of transformers' plans:
+      ``colwise``, ``rowwise``.
+    - ``pp_plan`` has the names of the modules that the model calls one after another, each with the outputs of the
+      previous module. The axis pp splits this list of modules.
+    - ``ep_plan`` has the names of the layers of experts, whose experts the axis ep splits. Such a layer has a ``gate``,
+      a linear layer without bias, and ``experts``; each token goes to the expert with the largest softmax.
+    - ``cp_plan`` has the names of the attention modules. The axis cp splits the sequence, and only these modules need
+      the whole sequence. Their query, key, value and output are (samples, tokens, heads, features of a head).
     """
 
     stage: int = 0
@@ -164,8 +168,9 @@ class Engine(Protocol):
     the original model gives it. The tensors are copies on CPU, which the caller may overwrite.
 
     With ``Feature.IN_PLACE_EDITS``, the caller may also edit the parameters of ``module`` in place between steps, under
-    ``torch.no_grad`` and on every rank alike (a shard, where a parameter is sharded). The next forward and step then
-    use the edited weights, or one of the calls that follow raises an error on every rank; no step undoes an edit.
+    ``torch.no_grad`` and in the same way on every rank (if a parameter is sharded, the caller edits the shard). The
+    next forward and step then use the edited weights, or a later call raises an error on every rank; no step undoes an
+    edit.
     """
 
     module: nn.Module
@@ -271,12 +276,12 @@ class SupportsLoadUniversal(Protocol):
 
 
 class SupportsTrainBatch(Protocol):
-    """An engine of the form ``CallForm.WHOLE_BATCH``, as a pipeline: it has no forward and no backward of its own."""
+    """An engine of the form ``CallForm.WHOLE_BATCH``, such as a pipeline: callers cannot call forward and backward."""
 
     def train_batch(
         self, micro_batches: Sequence[tuple[Tensor, Tensor]], loss: Callable[[Any, Any], Tensor]
     ) -> Sequence[Tensor]:
-        """Run forward and backward of all micro-batches of a step, and return their losses, which every rank gets.
+        """Run forward and backward of all micro-batches of a step, and return their losses on every rank.
 
         A micro-batch is inputs and target. Afterwards ``full_grads()`` has the mean over the micro-batches, added to
         the gradients of earlier batches since ``zero_grad()``. This is a collective.
@@ -285,7 +290,7 @@ class SupportsTrainBatch(Protocol):
 
 @dataclass(frozen=True)
 class TrainedStep:
-    """What a whole training recorded of one optimizer step; it is identical on all ranks.
+    """The record of one optimizer step of a whole training; it is identical on all ranks.
 
     ``loss`` is the loss that the engine reports for the step, ``norm`` the global gradient norm before clipping,
     ``grads`` the reduced gradients with which the optimizer made the step, and ``params`` the weights after it.
@@ -298,16 +303,16 @@ class TrainedStep:
 
 
 class SupportsTrain(Protocol):
-    """An engine of the form ``CallForm.WHOLE_TRAINING``, as a Trainer: it has its own loop over batches and steps."""
+    """An engine of the form ``CallForm.WHOLE_TRAINING``, such as a Trainer: it runs its own loop over all steps."""
 
     def train(
         self, samples: Sequence[tuple[Tensor, Tensor]], loss: Callable[..., Tensor], counts_items: bool
     ) -> Sequence[TrainedStep]:
-        """Train one epoch of ``samples``, which are inputs and targets in order, and return what each step did.
+        """Train one epoch of ``samples``, which are inputs and targets in order, and return the record of each step.
 
         Ranks take micro-batches of ``EngineConfig.micro_batch_size`` samples in turns, and a step takes
-        ``accumulation_steps`` of them from each rank; the last one takes what is left. ``loss(output, target)`` is the
-        mean of a micro-batch, and a step takes the mean over its micro-batches. With ``counts_items``,
+        ``accumulation_steps`` micro-batches from each rank; the last step takes the rest. ``loss(output, target)`` is
+        the mean of a micro-batch, and a step takes the mean over its micro-batches. With ``counts_items``,
         ``loss(output, target, items)`` is a micro-batch's part of the step's loss, and ``items`` the number of elements
         of all targets of the step that are not ``IGNORED``. This is a collective.
         """

@@ -35,7 +35,7 @@ CAPABILITIES = Capabilities(
     dtypes=frozenset({"fp32", "bf16", "fp16"}),
     uncached_casts={3: "an unsharded weight is not a leaf of autograd's graph, and torch caches casts of leaves alone"},
     variants=JSON_VARIANTS,
-    joined_options=4,  # no option has a bug that could hide what the others show
+    joined_options=4,  # no option has a bug that could hide a bug of another option
     mesh_axes=frozenset({REPLICATE}),
 )
 EVERY_STAGE_REFUSES = {Feature.MUON: "it shards flat buffers, and Muon cannot work on shards"}

@@ -147,7 +147,8 @@ BUILT_IN: dict[str, EngineInfo] = {
             install="pip install torch",
             warm_up="zharness.engines.tensor_parallel:warm_up",
             sources=("torch.distributed.fsdp._fully_shard", "torch.distributed.checkpoint.state_dict"),
-            # DTensor remembers for each process how to split an operation, and the stage does not change that.
+            # DTensor caches for each process how to split an operation, and the stage does not change the cached
+            # results.
             pool_scope=PoolScope.ENGINE,
         ),
         EngineInfo(
@@ -290,7 +291,7 @@ def info(text: str) -> EngineInfo:
 
 
 def explain_engine_names(name: str) -> str:
-    """Explain how the engine is named that ``name``, which is none, may have meant."""
+    """Return a sentence that explains how engines are named, for ``name``, which is no engine's name."""
     if "," in name:
         return "name one engine at a time: --engine reference --engine ddp"
     if "/" in name or ".py" in name:
@@ -345,7 +346,7 @@ def capabilities(text: str, stage: int) -> Capabilities | None:
     """Return the capabilities that a registered engine claims at ``stage``, in the release that ``text`` selects.
 
     The engine's module defines ``capabilities_of_release(stage, release)``, ``capabilities_at(stage)`` or, if the stage
-    does not matter, the constant ``CAPABILITIES``. Returns None if it claims nothing before it is built.
+    does not matter, the constant ``CAPABILITIES``. Returns None if the engine claims nothing before it is built.
     """
     if is_factory_path(text):
         return None

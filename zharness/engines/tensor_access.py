@@ -1,7 +1,8 @@
 """Define the optional methods by which an engine reads out and writes in one named gradient, weight or state.
 
-An adapter implements them with the engine's own public functions for this purpose (``safe_get_full_grad``,
-``DTensor.full_tensor``), while the methods of ``Engine`` may read an engine in any way that is right.
+An adapter implements these methods with the engine's own public functions for this purpose (``safe_get_full_grad``,
+``DTensor.full_tensor``). The methods of ``Engine``, in contrast, may read an engine in any way that gives the right
+tensors.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class SupportsReadOut(Protocol):
     def read_param(self, name: str) -> Tensor | None:
         """Return the weight that the optimizer updates: the master weight, or the parameter if there is none.
 
-        Returns None for a frozen parameter of which the engine keeps no such weight.
+        Returns None for a frozen parameter if the engine keeps no such weight for it.
         """
 
     def read_optimizer_state(self, name: str, key: str) -> Tensor | None:
@@ -53,9 +54,9 @@ class SupportsWriteIn(Protocol):
 
         A weight that no micro-batch of the step used, and that has no gradient, gets ``value`` as its gradient.
 
-        With ``Feature.WINDOW_WRITE_IN``, it may also be replaced after an earlier micro-batch of the window. ``value``
-        then takes the place of what that micro-batch and those before it contribute to the gradient of the step, in
-        the units of ``full_grads()``, and later micro-batches are added to it.
+        With ``Feature.WINDOW_WRITE_IN``, the gradient may also be replaced after an earlier micro-batch of the window.
+        ``value`` then replaces the contribution of this micro-batch and of the earlier micro-batches to the gradient of
+        the step, in the units of ``full_grads()``. Later micro-batches are added to ``value``.
         """
 
     def write_param(self, name: str, value: Tensor) -> None:

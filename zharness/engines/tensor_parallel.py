@@ -20,7 +20,8 @@ from zharness.mesh import DATA_AXES, TENSOR, Mesh
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# What transformers' words for plans mean; the inputs and outputs of other modules are whole on every rank of tp.
+# The meaning of transformers' words for plans. Modules outside a plan have whole inputs and outputs on every rank of
+# tp.
 PLAN_WORDS = {
     "colwise": "rows of the weight are split, and so is the last dimension of the output",
     "colwise_gather_output": "rows of the weight are split, and the output is gathered",
@@ -45,7 +46,7 @@ _LAZY_MODULES = (
 
 
 def warm_up() -> None:
-    """Import in the rank server what each rank would import itself: 0.6 s of CPU time on each, 38 s on 64."""
+    """Import in the rank server modules that each rank would import: 0.6 s of CPU time on each, 38 s on 64 ranks."""
     for name in _LAZY_MODULES:
         importlib.import_module(name)
 
@@ -78,10 +79,10 @@ def apply_plan(model: nn.Module, config: EngineConfig, tensor_ranks: DeviceMesh)
 
 
 def require_split_weights(model: nn.Module, plan: Mapping[str, str]) -> None:
-    """Raise EngineContractError unless tp splits the weight of each module of ``plan`` whose word says so.
+    """Raise EngineContractError unless tp splits the weight of each module that ``plan`` splits by its word.
 
-    ``parallelize_module`` only warns of a name that the model does not have. A whole layer gives the numbers of a split
-    one, so that no comparison with plain PyTorch would tell.
+    ``parallelize_module`` only warns of a name that the model does not have. A layer that is not split gives the same
+    numbers, so a comparison with plain PyTorch would not find it.
     """
     modules = dict(model.named_modules())
     for name, word in plan.items():
@@ -129,7 +130,7 @@ def make_style(word: str) -> Any:
 def find_owners(params: Mapping[str, Tensor]) -> dict[str, tuple[Piece, ...]]:
     """Return the flat elements of each DTensor of ``params`` that each rank owns; replicas own the same elements.
 
-    Each rank gathers tensors filled with the ranks' numbers as the weights are gathered. This is a collective.
+    Each rank fills a tensor with its number, and the tensors are gathered like the weights. This is a collective.
     """
     from torch.distributed.tensor import DTensor
 

@@ -65,7 +65,7 @@ class TorchTensorAccess:
         from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
         state_dict = self._optimizer_state_dict()
-        # The optimizer keeps the tensor that it loads for a plain parameter, and the caller keeps its own.
+        # The optimizer keeps the loaded tensor for a plain parameter, so give it a copy of the caller's tensor.
         state_dict["state"][name][key] = value.clone()
         set_optimizer_state_dict(self.module, self._optimizer, state_dict, options=_full_state_dict_options())
 
@@ -80,7 +80,7 @@ class TorchTensorAccess:
 
     def write_grad_shard(self, name: str, value: Tensor) -> None:
         param = self._adapter.params[name]
-        # Written into a rank's partial sum, the value would be added to those of other ranks.
+        # If the value were written into a rank's partial sum, the partial sums of other ranks would be added to it.
         param.grad = reduce_partial_sums(self._grad(name))
         copy_into_shard(param.grad, self._scaler.rescale(value))
 
@@ -135,7 +135,8 @@ def copy_into(target: Tensor, value: Tensor) -> None:
 
     local = value.to(target.device, target.dtype)
     if isinstance(target, DTensor):
-        # Each rank cuts its part of the value, which all have. Sent from rank 0, a split over two axes has to be even.
+        # Each rank cuts its part from its own copy of the value. If rank 0 sent the parts, a split over two axes would
+        # have to be even.
         parts = distribute_tensor(local, target.device_mesh, target.placements, src_data_rank=None)
         target.copy_(parts)
     else:

@@ -29,13 +29,13 @@ PARTIAL_SUFFIX, PREVIOUS_SUFFIX = ".partial", ".previous"
 
 
 class Schedule(Protocol):
-    """The state of a training beside weights and optimizer, as of a learning-rate schedule."""
+    """A part of a training's state besides weights and optimizer, such as the learning-rate schedule."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps."""
+        """Return the state that a checkpoint saves."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what ``state_dict`` returned."""
+        """Continue from the state that ``state_dict`` returned."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def require_matching_state(content: Any, engine_state: EngineState, file: Path) 
 
     This check is needed because torch's own loading copies the tensors that fit before it raises an error.
     """
-    # Not the optimizer's state_dict(): a ZeroRedundancyOptimizer has none before it was consolidated.
+    # Not the optimizer's state_dict(): a ZeroRedundancyOptimizer has no state_dict before it was consolidated.
     parts: tuple[tuple[str, Mapping[str, Any], Callable[[Mapping[str, Any]], object]], ...] = (
         ("model", engine_state.module.state_dict(), tensor_shapes),
         ("optimizer", {"param_groups": engine_state.optimizer.param_groups}, param_group_sizes),
@@ -123,7 +123,8 @@ def param_group_sizes(state: Mapping[str, Any]) -> list[int]:
 def save_shards(path: Path, engine_state: EngineState, by_parameter: bool = False) -> None:
     """Write each rank's shards with ``write_state``.
 
-    With ``by_parameter``, options of the optimizer are saved for each parameter, as each rank has other parameters.
+    With ``by_parameter``, options of the optimizer are saved for each parameter, because each rank has other
+    parameters.
     """
     write_state(path, sharded_state_dict(engine_state, by_parameter))
 

@@ -66,7 +66,7 @@ TORCH_REFUSES: Mapping[Feature, str] = {
 
 
 def claim(feature: Feature, refuses: Mapping[Feature, str]) -> dict[Feature, str]:
-    """Return ``refuses`` of an engine that claims ``feature``, which engines like it refuse."""
+    """Return ``refuses`` without ``feature``."""
     return {refused: reason for refused, reason in refuses.items() if refused is not feature}
 
 
@@ -158,7 +158,7 @@ def validate_config(config: EngineConfig, capabilities: Capabilities, options: M
 
 
 LOW_PRECISION_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# By the name of a dtype: what FSDP reduces in, and what it casts weights to for a forward.
+# By the name of a dtype: the dtype in which FSDP reduces, and the dtype to which FSDP casts weights for a forward.
 REDUCE_DTYPES = {"fp32": torch.float32, **LOW_PRECISION_DTYPES}
 PARAM_DTYPES = {"fp32": None, **LOW_PRECISION_DTYPES}
 AUTOCAST_OPTION = {
@@ -214,7 +214,7 @@ def copy_full_states(
 def register_all_reduce_hooks(params: Iterable[nn.Parameter], reduction: Reduction) -> None:
     """All-reduce each gradient of ``params`` before autograd accumulates it, since FSDP skips ignored parameters.
 
-    Parameters of integers, as quantised weights are, never have a gradient.
+    Integer parameters, such as quantised weights, never have a gradient.
     """
 
     def all_reduce_gradient(gradient: Tensor) -> Tensor:
@@ -244,7 +244,7 @@ class TorchEngine(TorchTensorAccess):
         self.module = module
         self.capabilities = capabilities
         self._adapter = adapter
-        # Not on the device of the parameters: offloaded shards are on the CPU.
+        # Autocast is on the compute device, not on the parameters' device, because offloaded shards are on the CPU.
         autocast_dtype = read_autocast_dtype(config)
         self._autocast: Callable[[], AbstractContextManager[Any]] = (
             partial(torch.autocast, compute_device_type(), autocast_dtype) if autocast_dtype else nullcontext
@@ -291,7 +291,8 @@ class TorchEngine(TorchTensorAccess):
         return float(self._adapter.full_tensors([norm])[0])
 
     def zero_grad(self) -> None:
-        # A new accumulation window begins: the earlier micro-batches do not count, as their gradients are dropped.
+        # A new accumulation window begins. The earlier micro-batches no longer count, because their gradients are
+        # dropped.
         self._micro_batches_counted = 0
         self._optimizer.zero_grad(set_to_none=True)
         self._adapter.drop_gradients()
@@ -304,11 +305,11 @@ class TorchEngine(TorchTensorAccess):
         return {name: self._scaler.unscale(grad) for name, grad in self._full_copies(grads).items()}
 
     def full_params(self) -> dict[str, Tensor]:
-        """Return the parameters as the model computes with them, and those never trained so far as they are stored.
+        """Return trained parameters in the dtype in which the model computes, and never trained parameters as stored.
 
-        FSDP rounds both for every forward and stores both unrounded. What a layer computes that was frozen at
-        construction is compared with the layer's own cast in plain PyTorch. This is a collective if parameters are
-        sharded.
+        FSDP stores all parameters unrounded and rounds them for every forward. In plain PyTorch a layer that is frozen
+        from the start casts its unrounded weight itself, so its weight is returned unrounded. This is a collective if
+        parameters are sharded.
         """
         params, dtype = self._adapter.params, self._adapter.compute_dtype
         return {

@@ -1,7 +1,7 @@
 """Gather the full tensors of many DTensors in few collectives, because ``DTensor.full_tensor`` runs some for each.
 
-Each rank computes from the placements which block of a tensor every rank of the mesh has. A DTensor whose parts are no
-blocks, such as one of partial sums, is gathered by ``full_tensor``.
+Each rank computes from the placements which block of a tensor every rank of the mesh has. ``full_tensor`` gathers a
+DTensor whose parts are no blocks, such as a DTensor of partial sums.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def gather_full_tensor(tensor: Tensor) -> Tensor:
 def gather_full_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the full tensor of each DTensor, and any other tensor unchanged. This is a collective for DTensors.
 
-    Raises EngineContractError if this rank's part of a DTensor has another size than the placements say.
+    Raises EngineContractError if this rank's part of a DTensor does not have the size that follows from the placements.
     """
     from zharness.distributed_tensor import DTensor
 
@@ -73,8 +73,9 @@ def gather_full_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
 def find_splits(mesh_shape: tuple[int, ...], placements: tuple[Any, ...]) -> tuple[Split, ...] | None:
     """Return the splits of a DTensor in the order in which they are made, or None if its parts are no blocks.
 
-    FSDP splits what tensor parallelism has split before, though its axis comes first: its placement is a _StridedShard,
-    whose ``split_factor`` is the number of parts that the axes behind it have made.
+    Tensor parallelism splits a tensor first, and FSDP splits the parts, although FSDP's axis comes before tp in the
+    mesh. FSDP's placement is then a _StridedShard; its ``split_factor`` is the number of parts that the axes behind
+    FSDP's axis have made.
     """
     in_order: list[Split] = []
     strided: list[Split] = []
@@ -141,7 +142,7 @@ def gather_over_axes(tensors: Mapping[int, DTensor], mesh: DeviceMesh, axes: tup
 
 
 def assemble(shape: tuple[int, ...], blocks: Sequence[Block], rows: Tensor) -> Tensor:
-    """Return the tensor of which each row of ``rows`` begins with the elements of one block."""
+    """Return the full tensor from ``rows``; each row begins with the elements of one block."""
     full = rows.new_empty(shape)
     for block, row in zip(blocks, rows, strict=True):
         target = full[block]

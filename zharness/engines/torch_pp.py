@@ -1,10 +1,10 @@
 """Adapt the schedules of ``torch.distributed.pipelining`` to the Engine protocol, for engines that run whole batches.
 
-Each rank has one stage, or several for a schedule that interleaves them, and its optimizer updates their parameters
-alone. The schedule runs the forwards and backwards of a step: ``train_batch``. Ranks that the axis pp leaves over are
-data parallel within each stage, by DDP or ``fully_shard``, which torch's stages know; in bf16 every stage is in
-``fully_shard``, whose mixed precision keeps fp32 weights. The axis tp splits the modules of a stage, as
-``parallelize_module`` does: ranks at one coordinate of tp form a pipeline.
+Each rank has one stage, or several stages for a schedule that interleaves them, and its optimizer updates only the
+parameters of these stages. ``train_batch`` lets the schedule run the forwards and backwards of a step. Ranks that the
+axis pp leaves over are data parallel within each stage, by DDP or ``fully_shard``, which torch's stages support. In
+bf16 every stage is wrapped in ``fully_shard``, whose mixed precision keeps fp32 weights. The axis tp splits the modules
+of a stage, as ``parallelize_module`` does: ranks at one coordinate of tp form a pipeline.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ DOCUMENTATION = "https://docs.pytorch.org/docs/stable/distributed.pipelining.htm
 SCHEDULE, DATA_PARALLEL = "schedule", "data_parallel"
 DDP, FULLY_SHARD = "ddp", "fully_shard"
 RESHARD = "reshard_after_forward"
-# fully_shard makes two parameters of a weight that two stages have.
+# Models without tied weights: fully_shard would make two parameters of a weight that two stages have.
 UNTIED = frozenset({"chain", "skips", "odd_chain", "masked_chain", "dropped_chain", "token_chain", "random_chain"})
 Loss = Callable[[Any, Any], Tensor]
 
@@ -64,7 +64,7 @@ Loss = Callable[[Any, Any], Tensor]
 class ScheduleKind:
     """A schedule of torch: its class, and the stages of each rank, as a function of rank and number of ranks.
 
-    ``micro_batches`` is the number of micro-batches that it needs for each rank, or 0 if one for all is enough.
+    ``micro_batches`` is the number that the schedule needs for each rank, or 0 if one for all ranks is enough.
     """
 
     name: str
@@ -151,7 +151,7 @@ def factory(model: nn.Module, config: EngineConfig) -> PipelineEngine:
 
 
 class StageModule(nn.Module):
-    """Consecutive modules of a model, of which each takes the outputs of the one before."""
+    """Consecutive modules of a model; each module takes the outputs of the previous module."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ def split_plan(plan: Sequence[str], stages: int) -> list[list[str]]:
 
 
 def split_stages(model: nn.Module, config: EngineConfig, names: Sequence[str], tensor_ranks: DeviceMesh) -> None:
-    """Split what the config's ``tp_plan`` says of the modules ``names`` over ``tensor_ranks``. This is a collective.
+    """Split the modules ``names`` over ``tensor_ranks`` by the config's ``tp_plan``. This is a collective.
 
     Raises ConfigError for an unknown word in the plan, and for a model without a plan.
     """
@@ -187,7 +187,7 @@ def split_stages(model: nn.Module, config: EngineConfig, names: Sequence[str], t
 
 
 def choose_data_parallel(config: EngineConfig) -> str:
-    """Return what a stage is wrapped in: what the option says, or else DDP, which has no mixed precision for bf16."""
+    """Return the wrapper of a stage: the option's, or by default ``fully_shard`` in bf16 and DDP in fp32."""
     kind = str(config.options.get(DATA_PARALLEL, DDP if config.dtype == "fp32" else FULLY_SHARD))
     if kind not in (DDP, FULLY_SHARD):
         raise ConfigError.unknown_name(DATA_PARALLEL, kind, [DDP, FULLY_SHARD])
@@ -199,8 +199,8 @@ def choose_data_parallel(config: EngineConfig) -> str:
 def wrap_stage(part: StageModule, config: EngineConfig, data_ranks: DeviceMesh) -> nn.Module:
     """Return a stage wrapped for data parallelism over ``data_ranks``; one rank needs no wrapper in fp32.
 
-    A stage whose weights are all frozen is not put in DDP, which refuses it. If they are unfrozen later, nothing
-    reduces their gradients, so that ranks train different weights: this is the adapter's doing, and not torch's.
+    DDP refuses a stage whose weights are all frozen, so such a stage is not wrapped in DDP. If its weights are unfrozen
+    later, nothing reduces their gradients, so the ranks train different weights. The adapter causes this, not torch.
 
     Raises ConfigError for an unknown kind.
     """
@@ -224,10 +224,10 @@ def wrap_stage(part: StageModule, config: EngineConfig, data_ranks: DeviceMesh) 
 
 
 def refuse_unequal_sizes(micro_batches: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Raise UsageError unless all micro-batches have as many samples, since a schedule receives all as the first one.
+    """Raise UsageError unless all micro-batches have the same number of samples, as torch's schedules need.
 
-    It cuts a batch by ``tensor_split``, also into unequal parts, and its last stage then trains on rows that nobody
-    sent (pytorch/pytorch#126600).
+    A schedule receives all micro-batches in the shape of the first one. It cuts a batch by ``tensor_split``, even into
+    unequal parts; its last stage then trains on rows that no stage sent (pytorch/pytorch#126600).
     """
     sizes = [len(inputs) for inputs, _ in micro_batches]
     if len(set(sizes)) != 1:
@@ -253,7 +253,7 @@ def collect_owners(params: Mapping[str, Tensor], names: Sequence[str]) -> dict[s
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule of torch, and the number of micro-batches, the shape of their inputs and the loss it was built for."""
+    """A schedule of torch, with the number of micro-batches, the input shape and the loss for which it was built."""
 
     micro_batches: int
     shape: torch.Size
@@ -302,8 +302,8 @@ class PipelineEngine(WithoutForward):
     def train_batch(self, micro_batches: Sequence[tuple[Tensor, Tensor]], loss: Loss) -> tuple[Tensor, ...]:
         """Run forward and backward of all micro-batches, and return their losses on every rank.
 
-        Gradients are added to those that exist, as the mean over the micro-batches. Raises UsageError for micro-batches
-        of several sizes.
+        The mean of the gradients over the micro-batches is added to the existing gradients. Raises UsageError for
+        micro-batches of several sizes.
         """
         refuse_unequal_sizes(micro_batches)
         schedule = self._find_schedule(len(micro_batches), micro_batches[0][0].shape, loss)
@@ -318,10 +318,11 @@ class PipelineEngine(WithoutForward):
         return tuple(value for values in found for value in values)
 
     def _find_schedule(self, micro_batches: int, shape: torch.Size, loss: Loss) -> Any:
-        """Return the schedule of torch for a number of micro-batches, a shape of inputs and a loss, as it is built for.
+        """Return torch's schedule for a number of micro-batches, a shape of inputs and a loss; build it at first use.
 
-        Stages are built with it, because they keep buffers for the micro-batches of one schedule, in the shapes of the
-        first batch: gloo aborts a rank that receives larger ones, and smaller ones leave old rows in them.
+        Each schedule has its own stages, because stages keep buffers for the micro-batches of one schedule, in the
+        shapes of the first batch. gloo aborts a rank that receives larger tensors, and smaller tensors leave old rows
+        in the buffers.
         """
         from torch.distributed import pipelining
 
@@ -392,7 +393,7 @@ class PipelineEngine(WithoutForward):
     def _merge(self, own: Mapping[str, Any]) -> dict[str, Any]:
         """Return the entries of all stages in the order of the model's parameters. This is a collective.
 
-        A rank returns its own copy of a weight that several stages have, so that a copy that differs is seen.
+        If several stages have a weight, a rank returns its own copy of it, so that the judge sees a copy that differs.
         """
         found: list[Mapping[str, Any]] = [{} for _ in range(dist.get_world_size(self._group))]
         dist.all_gather_object(found, dict(own), group=self._group)

@@ -1,4 +1,4 @@
-"""Do what a schedule of torch leaves to the caller: tied weights, the norm and the names of parameters over stages."""
+"""Do the work that a schedule of torch leaves to the caller: tied weights, the norm and parameter names over stages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zharness.errors import ConfigError
 
 
 def refuse_tied_weights(model: nn.Module, names: Sequence[Sequence[str]]) -> None:
-    """Raise ConfigError if two stages have a weight in common, of which ``fully_shard`` makes one for each.
+    """Raise ConfigError if two stages have a weight in common, because ``fully_shard`` makes one for each stage.
 
     ``names`` has the modules of each stage.
     """
@@ -32,7 +32,7 @@ def refuse_tied_weights(model: nn.Module, names: Sequence[Sequence[str]]) -> Non
 
 @contextmanager
 def keep_ties(model: nn.Module) -> Iterator[None]:
-    """Tie weights of ``model`` again that the block unties: ``parallelize_module`` makes a parameter for each use."""
+    """Tie weights again that ``parallelize_module`` unties inside the block: it makes a parameter for each use."""
     uses: dict[nn.Parameter, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         uses.setdefault(param, []).append(name)
@@ -52,11 +52,11 @@ def describe_part(param: Tensor) -> tuple[torch.Size, torch.dtype]:
 class TiedWeights:
     """The weights that stages on several ranks of a pipeline have in common; each rank trains a copy of its own.
 
-    The gradient of such a weight is the sum of those of all copies, which is all-reduced after each batch.
+    The gradient of such a weight is the sum of the gradients of all copies; an all-reduce after each batch computes it.
     """
 
     def __init__(self, params: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> None:
-        """Find them. This is a collective of ``group``, the ranks of one pipeline."""
+        """Find the tied weights. This is a collective of ``group``, the ranks of one pipeline."""
         kinds: list[Mapping[str, tuple[torch.Size, torch.dtype]]] = [{}] * dist.get_world_size(group)
         dist.all_gather_object(kinds, {name: describe_part(p) for name, p in params.items()}, group=group)
         owners: dict[str, list[int]] = {}
@@ -69,7 +69,7 @@ class TiedWeights:
         self._kept: dict[str, Tensor | None] = {}
 
     def begin_batch(self) -> None:
-        """Set the gradients of earlier batches aside, which are summed already."""
+        """Set the gradients of earlier batches aside, because they are summed over the copies already."""
         own = [name for name in self._owners if name in self._params]
         self._kept = {name: self._params[name].grad for name in own}
         for name in own:
@@ -90,19 +90,19 @@ class TiedWeights:
                 param.grad = kept if name not in used else grad if kept is None else kept + grad
 
     def _find_used(self) -> set[str]:
-        """Return the tied weights of which any rank has a gradient. This is a collective."""
+        """Return the names of the tied weights that have a gradient on any rank. This is a collective."""
         own = [name for name in self._owners if name in self._params and self._params[name].grad is not None]
         found: list[list[str]] = [[] for _ in range(dist.get_world_size(self._group))]
         dist.all_gather_object(found, own, group=self._group)
         return {name for names in found for name in names}
 
     def _zeros(self, name: str) -> Tensor:
-        """Return what a rank without the weight adds to the sum."""
+        """Return the zeros that a rank without the weight, or without a gradient of it, adds to the sum."""
         shape, dtype = self._kinds[name]
         return torch.zeros(shape, dtype=dtype, device=next(iter(self._params.values())).device)
 
     def is_counted(self, name: str) -> bool:
-        """Return whether this rank counts the weight in sums over stages, as the first of those that have it."""
+        """Return whether this rank counts the weight in sums over stages: only the first rank with the weight does."""
         return self._owners.get(name, [dist.get_rank(self._group)])[0] == dist.get_rank(self._group)
 
 
@@ -122,10 +122,10 @@ def clip_over_stages(
 
 
 def build_named_tree(params: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor]) -> nn.Module:
-    """Return a module that has each tensor under its name in the model, by which a checkpoint knows it.
+    """Return a module that has each tensor under its name in the model, which is also its name in a checkpoint.
 
-    A weight that two stages have in common has the name of its first use on every rank, so that an engine with other
-    stages loads it too.
+    If two stages have a weight in common, it has the name of its first use on every rank, so that an engine with other
+    stages can load it, too.
     """
     root = nn.Module()
     for name, tensor in {**params, **buffers}.items():

@@ -1,4 +1,4 @@
-"""Adapt ``parallelize_module`` alone to the Engine protocol: one axis tp over all ranks, without data parallelism.
+"""Adapt ``parallelize_module`` to the Engine protocol: only the axis tp, over all ranks, without data parallelism.
 
 The caller trains the module that ``parallelize_module`` returns, as in torch's tutorial on tensor parallelism: no
 wrapper reduces gradients, because every rank of tp gets the same micro-batch.

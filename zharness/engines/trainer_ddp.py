@@ -60,7 +60,7 @@ def factory(model: nn.Module, config: EngineConfig) -> TrainerEngine:
 
 
 class LossModule(nn.Module):
-    """A model with its loss, in the form that a Trainer calls: ``labels`` give an output with the entry ``loss``."""
+    """A model with its loss, in the form that a Trainer calls: with ``labels``, the output has the entry ``loss``."""
 
     def __init__(self, inner: nn.Module, loss: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class TrainerEngine(WholeTraining):
     def train(
         self, samples: Sequence[tuple[Tensor, Tensor]], loss: Callable[..., Tensor], counts_items: bool
     ) -> Sequence[TrainedStep]:
-        """Train one epoch with a new Trainer, and return what each step did.
+        """Train one epoch with a new Trainer, and return the record of each step.
 
         Raises EngineContractError if the Trainer trained anything but DDP over all ranks.
         """
@@ -137,7 +137,7 @@ class TrainerEngine(WholeTraining):
 
 
 def build_arguments(config: EngineConfig, folder: str, device: torch.device, **others: Any) -> Any:
-    """Return the TrainingArguments for the batches and the clipping of ``config``, with ``others`` as they are."""
+    """Return the TrainingArguments for the batches and the clipping of ``config``, plus the arguments ``others``."""
     from transformers import TrainingArguments
 
     arguments = {

@@ -55,7 +55,7 @@ class TrainerDeepSpeedEngine(trainer_ddp.TrainerEngine):
     def train(
         self, samples: Sequence[tuple[Tensor, Tensor]], loss: Callable[..., Tensor], counts_items: bool
     ) -> Sequence[TrainedStep]:
-        """Train one epoch, and return what each step did.
+        """Train one epoch, and return the record of each step.
 
         Raises EngineContractError if the Trainer trained anything but DeepSpeed of this stage over all ranks.
         """
@@ -97,7 +97,7 @@ class TrainerDeepSpeedEngine(trainer_ddp.TrainerEngine):
 
 
 def let_accelerate_choose_deepspeed(config: EngineConfig) -> None:
-    """Make the PartialState one of DeepSpeed, as an Accelerator with a plugin does, and forget that Accelerator."""
+    """Set up the PartialState for DeepSpeed by building an Accelerator with a plugin, and drop this Accelerator."""
     build_accelerator(config)
     importlib.import_module("accelerate.state").AcceleratorState._reset_state()
 
@@ -105,8 +105,8 @@ def let_accelerate_choose_deepspeed(config: EngineConfig) -> None:
 def build_trainer(optimizer: Any, config: EngineConfig) -> Any:
     """Return a class of Trainers with ``optimizer`` and the schedule of ``config``.
 
-    With DeepSpeed a Trainer drops the ``optimizers`` that it is given (``deepspeed_init``), so that this class
-    overrides the methods that make them.
+    With DeepSpeed a Trainer drops the ``optimizers`` that its caller passes (``deepspeed_init``), so this class
+    overrides the methods that make the optimizer and the schedule.
     """
     from transformers import PrinterCallback, Trainer
 

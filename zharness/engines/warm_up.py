@@ -1,4 +1,4 @@
-"""Say what a rank server imports before it forks ranks of an engine: the engine's warm-up and its import paths.
+"""Define what a rank server imports before it forks an engine's ranks: the engine's warm-up and its import paths.
 
 The release of the engine is the caller's choice (``releases/rank_environment.py``); by default it is the installed one.
 """
@@ -20,7 +20,7 @@ def build_warm_up_environment(
     variables: Mapping[str, str] | None = None,
     echo: bool = False,
 ) -> RankEnvironment:
-    """Return the environment of the rank server that runs ``engine``; without an engine nothing is imported ahead.
+    """Return the environment of the rank server that runs ``engine``; without an engine it imports nothing in advance.
 
     ``release_path`` has the folders of a release that is not the installed one, and ``variables`` the environment
     variables of that release. An engine that is given by the path of its factory is also searched for in the current

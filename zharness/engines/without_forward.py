@@ -1,4 +1,4 @@
-"""Refuse the calls that an engine without a forward and a backward of its own does not have."""
+"""Refuse the calls that an engine does not have if its callers cannot call forward and backward."""
 
 from __future__ import annotations
 
@@ -43,25 +43,25 @@ class WithoutForward:
 
 
 class WholeTraining(WithoutForward):
-    """The calls of ``Engine`` that engines of the form ``CallForm.WHOLE_TRAINING`` have no answer to."""
+    """The calls of ``Engine`` to which engines of the form ``CallForm.WHOLE_TRAINING`` have no answer."""
 
     def step(self) -> NoReturn:
         self.refuse("step()")
 
     def grad_norm(self) -> float | None:
-        """Return None: the norm of each step is in its ``TrainedStep``."""
+        """Return None, because the norm of each step is in its ``TrainedStep``."""
         return None
 
     def layout(self) -> Mapping[str, tuple[Piece, ...]]:
-        """Return no entry: what ``train`` returns is whole on every rank."""
+        """Return no entry, because the tensors that ``train`` returns are whole on every rank."""
         return {}
 
 
 def join_state_dicts(model: nn.Module, own: Mapping[str, Tensor], group: Any) -> dict[str, Tensor]:
-    """Return the state dict of ``model`` from the tensors ``own`` that each rank of a pipeline has of its stages.
+    """Return the state dict of ``model``, joined from the tensors ``own`` of the stages of each rank of a pipeline.
 
-    ``group`` has the ranks of the pipeline. A tensor with several names has the first one in ``own``, and is one tensor
-    under all of them in the result.
+    ``group`` has the ranks of the pipeline. In ``own``, a tensor with several names has the first of these names; in
+    the result it is one tensor under all its names.
     """
     views: list[Mapping[str, Tensor]] = [{} for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(views, dict(own), group=group)

@@ -17,8 +17,8 @@ from zharness.engines.torch_engine import TorchEngine, claim, validate_config
 if TYPE_CHECKING:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-# Gradients are reduced by DDP and whole on every rank. Each parameter's optimizer state is on one rank, which updates
-# the parameter and broadcasts it.
+# DDP reduces gradients, which are whole on every rank. Each parameter's optimizer state is on one rank; this rank
+# updates the parameter and broadcasts it.
 REFUSED_FEATURES = {
     **ddp.REFUSES,
     Feature.WRITE_IN: (

@@ -32,7 +32,7 @@ def accumulate(
 
     The losses are recorded under ``label``. If the caller owns the accumulation, each loss is divided by the number of
     micro-batches. If the engine owns the accumulation, ``engine.step()`` is called after each micro-batch except the
-    last. ``after_first`` is called behind the first micro-batch.
+    last. ``after_first`` is called after the first micro-batch.
     """
     for micro in window:
         loss = ctx.loss(engine, micro, label)
@@ -83,7 +83,8 @@ def judge_engine_divided_gradients(
         if count_matches(comparisons) == len(comparisons):
             yield from comparisons
             return
-    # The first of equally good ways is the gradient's: its hints name a factor that is exact.
+    # If several ways match equally many gradients, ``max`` returns the first: the division of gradients. Its hints name
+    # an exact factor.
     yield from max((list(way(explain=True)) for way in (ways[1], ways[0], ways[2])), key=count_matches)
 
 
@@ -99,7 +100,7 @@ def divide_output_gradients(objective: Objective, divisor: int) -> Objective:
         aliases: dict[int, Tensor] = {}  # a tensor that occurs twice has one gradient
 
         def divide_gradient(tensor: Tensor) -> Tensor:
-            """Return an alias of ``tensor`` that divides the gradient of the loss; the model's own uses have none."""
+            """Return an alias of ``tensor`` that divides the gradient of the loss; the model itself uses no alias."""
             if tensor.requires_grad and id(tensor) not in aliases:
                 aliases[id(tensor)] = tensor.view_as(tensor)
                 aliases[id(tensor)].register_hook(lambda grad: grad / divisor)  # type: ignore[no-untyped-call]
@@ -119,7 +120,7 @@ def replace_tensors(output: Any, function: Callable[[Tensor], Tensor]) -> Any:
         return function(output)
     if isinstance(output, dict):
         changed = copy.copy(output)
-        for key, value in output.items():  # not by update(), which the outputs of transformers refuse
+        for key, value in output.items():  # not by update(): the output classes of transformers refuse it
             changed[key] = replace_tensors(value, function)
         return changed
     if isinstance(output, (list, tuple)):

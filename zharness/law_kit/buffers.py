@@ -41,9 +41,9 @@ def compare_buffers(
     """Compare the buffers that each rank recorded after ``step`` with those of plain PyTorch.
 
     ``params`` are the weights of the step's forwards, or None for the initial weights, and ``before[at]`` the buffers
-    of a data coordinate before the step. What the engine promises of buffers decides from which buffers a rank's
-    forward starts. If the engine has its own kernels, floating-point buffers are compared within the error that torch's
-    kernels have in several runs with permuted samples.
+    of a data coordinate before the step. The engine's promise about buffers decides from which buffers a rank's forward
+    starts. If the engine has its own kernels, floating-point buffers are compared within the error that torch's kernels
+    have in several runs with permuted samples.
     """
     records, promise = ctx.rank_records("buffers", step), ctx.claims.buffers
     expected = run_plain_forwards(ctx, step, params, before, wide=False)
@@ -64,11 +64,11 @@ def compare_buffers(
 
 
 def bound_own_kernel(runs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Return how far a right kernel may be from the float64 buffer, as tier C limits the largest error of a gradient.
+    """Return the largest error of a right kernel's buffer, in the way in which tier C limits the error of a gradient.
 
     Each run is a pair of the buffer that torch's kernels wrote and the same buffer in float64. The bound is one number
-    for the whole tensor, since a single element may be right by chance. No kernel is asked for an error below that of
-    one rounding of the largest element to the buffer's dtype.
+    for the whole tensor, since a single element may be right by chance. The bound is at least the error of one rounding
+    of the largest element to the buffer's dtype.
     """
     errors = [(plain.double() - truth).abs().max() for plain, truth in runs if plain.numel()]
     roundings = [unit_roundoff(plain.dtype) * truth.abs().max() for plain, truth in runs if plain.numel()]
@@ -77,7 +77,7 @@ def bound_own_kernel(runs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def add_promise(comparison: Comparison, promise: BufferPromise) -> Comparison:
-    """Add to a mismatch what the engine promises of buffers."""
+    """Add a hint to a mismatch: the engine's promise about buffers."""
     if comparison.mismatch is None:
         return comparison
     hint = f"the engine claims BufferPromise.{promise.name}: {promise.value}"

@@ -22,11 +22,11 @@ from zharness.parity.baseline import LocalResult, Objective, convert_to_float64,
 from zharness.parity.bounds import gamma
 from zharness.workload import Batch
 
-HINT_ROUNDINGS = CLIP_ROUNDINGS + 61  # of the weights from which the factor of a step is computed, and of the norm
+HINT_ROUNDINGS = CLIP_ROUNDINGS + 61  # of the weights that give a step's factor, and of the norm
 
 
 def judge_clipped_step(ctx: JudgeContext, spec: OptimizerSpec, limit: float, params_label: str) -> Iterator[Comparison]:
-    """Compare the first step with that of gradients clipped to ``limit`` by the norm of all of them.
+    """Compare the first step with a step of gradients that are clipped to ``limit`` by the norm of all gradients.
 
     The norm is that of the recorded gradients, whether or not the engine reports it. ``spec`` is SGD.
     """
@@ -42,11 +42,11 @@ def judge_clipped_step(ctx: JudgeContext, spec: OptimizerSpec, limit: float, par
 def bound_clipped_parts(
     ctx: JudgeContext, compute_absolute: Callable[[], Sequence[Sequence[LocalResult]]], scale: float = 1.0
 ) -> Mapping[str, Tensor]:
-    """Return by how much gradients may be wrong that tp clips as sums of parts, by name; empty for other models.
+    """Return error bounds, by name, of gradients that tp clips as sums of parts; empty for a model without them.
 
-    DTensor leaves the gradient of a whole weight that is used on parts of a sequence as such a sum, which the
-    optimizer adds up: it rounds a product for each rank of tp, and one sum fewer. The absolute terms of the gradients,
-    of which ``scale`` times the mean counts, bound them.
+    If the ranks of tp use a whole weight on parts of a sequence, DTensor leaves its gradient in parts, one on each of
+    the N ranks. Clipping rounds N products, and the optimizer then adds up the parts with N - 1 roundings. ``scale``
+    times the mean of the gradients' absolute terms bounds these errors.
     """
     if TENSOR not in ctx.mesh.axes or not any("sequence" in word for word in ctx.baseline.spec.tp_plan.values()):
         return {}
@@ -57,7 +57,7 @@ def bound_clipped_parts(
 def compute_absolute_grads(
     ctx: JudgeContext, batches: Sequence[Batch], objective: Objective, weights: Mapping[str, Tensor] | None = None
 ) -> list[LocalResult]:
-    """Return the gradients of a model and of micro-batches of absolute values, one for each rank, in float64."""
+    """Return each rank's float64 gradients of a model and a micro-batch whose numbers are absolute values."""
     module = ctx.baseline.build_module(weights)
     return [run_local(*convert_to_float64(module, batch, take_abs=True), objective) for batch in batches]
 
@@ -71,10 +71,10 @@ def compute_first_absolute_grads(ctx: JudgeContext) -> list[list[LocalResult]]:
 def hint_clipping_norm(
     ctx: JudgeContext, comparison: Comparison, grads: Mapping[str, Tensor], limit: float, rate: float, params_label: str
 ) -> Comparison:
-    """Add to a mismatch the norm by which the step clipped, and whose norm that is. ``rate`` is the learning rate."""
+    """Add to a mismatch the norm by which the step clipped, and what this norm is. ``rate`` is the learning rate."""
     if comparison.mismatch is None:
         return comparison
-    name = comparison.mismatch.parameter.partition("/")[0]  # of a weight, or of its optimizer state
+    name = comparison.mismatch.parameter.partition("/")[0]  # the name of a weight, also for its optimizer state
     if name not in grads:
         return comparison
     before, after = (ctx.rank_records(params_label, step)[0][name].double() for step in (0, 1))
@@ -100,7 +100,7 @@ def hint_other_norm(
     limit: float,
     judge: Callable[[ClipFactor], Iterator[Comparison]],
 ) -> Comparison:
-    """Add to a mismatch the norm with which ``judge`` would find no mismatch, and whose norm that is."""
+    """Add to a mismatch the norm with which ``judge`` would find no mismatch, and what this norm is."""
     if comparison.mismatch is None:
         return comparison
     error = total_norm_and_bound(grads)[1]
@@ -117,7 +117,7 @@ def hint_norm_of_update(
     factor: ClipFactor,
     judge: Callable[[ClipFactor], Iterator[Comparison]],
 ) -> Iterator[Comparison]:
-    """Yield the comparisons of ``judge`` with ``factor``, and name the norm that clipped the gradients of a wrong one.
+    """Yield the comparisons of ``judge`` with ``factor``; a mismatch names the norm by which gradients were clipped.
 
     ``limit`` is None if gradients are not clipped.
     """

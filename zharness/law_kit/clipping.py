@@ -19,7 +19,7 @@ from zharness.parity.bounds import BoundedTensor, gamma
 
 NO_GRADIENT_HINT = "it is the norm of no gradient"
 INFINITE_NORM_HINT = "it is infinite, and the gradients are finite"
-NORM_FACTORS = (0.25, 0.5, 2.0, 4.0)  # of which another number of ranks or micro-batches gives one
+NORM_FACTORS = (0.25, 0.5, 2.0, 4.0)  # factors that a wrong number of ranks or micro-batches gives
 
 CLIP_ROUNDINGS = 3  # torch.nn.utils.clip_grad_norm_ rounds the norm, norm + 1e-6, and the quotient
 
@@ -70,7 +70,7 @@ NEVER_CLIPS = 2.0**40  # far above every norm, so that norms are computed and no
 
 
 def hint_missing_norm(comparison: Comparison) -> Comparison:
-    """Add a hint to a mismatch of a norm that is not reported (NaN), that is infinite, or that is of no gradient."""
+    """Add a hint to a mismatch of a norm that is not reported (NaN), is infinite, or is the norm of no gradient."""
     mismatch = comparison.mismatch
     if mismatch is not None and math.isnan(mismatch.actual):
         return add_hint(comparison, "the engine reports none")
@@ -93,7 +93,7 @@ def hint_other_norm(comparison: Comparison, suspects: Mapping[str, Mapping[str, 
 
 
 def hint_scaled_norm(comparison: Comparison, error: Tensor) -> Comparison:
-    """Add to a mismatch that has no hint the power of two by which the norm is wrong, within ``error`` times it."""
+    """Add to a mismatch without a hint the factor of NORM_FACTORS by which the norm is wrong, up to ``error``."""
     mismatch = comparison.mismatch
     if mismatch is None or mismatch.hint:
         return comparison
@@ -104,7 +104,7 @@ def hint_scaled_norm(comparison: Comparison, error: Tensor) -> Comparison:
 
 
 def hint_norm_on_mesh(ctx: JudgeContext, comparison: Comparison, grads: Mapping[str, Tensor]) -> Comparison:
-    """Add to a mismatch of the norm of ``grads`` what the norm is on a mesh: of a part, or with replicas repeated."""
+    """Add to a mismatch of a norm on a mesh what the norm is: the norm of a part, or a norm that repeats replicas."""
     mismatch = comparison.mismatch
     if mismatch is None or not ctx.mesh.sizes:
         return comparison
@@ -127,8 +127,9 @@ def judge_clip_factor(
     The clip factor is the factor by which torch.nn.utils.clip_grad_norm_ clips to ``limit``, or 1 if nothing was
     recorded under ``label``. If an engine clips but reports no norm, the law training.clip_and_norm fails; this
     function then computes the factor within the error of the norm. The bound of the norm allows one more rounding for
-    each rank, because DeepSpeed averages the norm over ranks at stage 0. ``suspects`` are other gradients, by the
-    hint for a mismatch if the reported norm is theirs; on a mesh, the norms of ``iter_other_norms`` are suspects too.
+    each rank, because DeepSpeed averages the norm over ranks at stage 0. ``suspects`` maps a hint to other gradients; a
+    mismatch gets the hint if the reported norm is the norm of these gradients. On a mesh, the norms of
+    ``iter_other_norms`` are suspects too.
     """
     if not ctx.has_record(label):
         return NO_CLIPPING

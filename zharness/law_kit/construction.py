@@ -19,7 +19,7 @@ Layout = Mapping[str, tuple[Piece, ...]]
 
 
 class InitialValues(Enum):
-    """What an engine may do with the weights and buffers of the model that it gets."""
+    """The changes that an engine may make to the weights and buffers of the model that it gets."""
 
     KEPT = "they stay as they are, as all ranks have the same"
     FROM_RANK_0 = "a rank whose model has others takes those of rank 0"

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from zharness.engines.protocol import GroupSpec, OptimizerSpec
 
-# The default training has two groups, a schedule, clipping and accumulation: an engine may get each of them wrong.
-# The schedule ends before the third of the default steps, which has to keep its last factor.
+# The default training has two groups, a schedule, clipping and accumulation, because an engine may get each of them
+# wrong. The schedule ends before the third of the default steps; this step has to keep the schedule's last factor.
 DEFAULT_OPTIMIZER = OptimizerSpec(
     name="adamw",
     args={"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1},

@@ -1,4 +1,4 @@
-"""Define the dtypes in which engines are tested, the loss scale for each, and what multiplies in TF32."""
+"""Define the dtypes in which engines are tested, the loss scale for each, and the cells that multiply in TF32."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from zharness.cell import TF32
 from zharness.device.float32_products import Float32Products
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# What a command may name; a covering array has TF32 only if it is named.
+# The dtypes that a command may name. A covering array contains TF32 only if the command names it.
 KNOWN_DTYPES = (*DTYPES, TF32)
 # A power of two changes no significand. 16 is large enough to be noticed if it is lost, and too small to overflow.
 LOSS_SCALES = {"fp32": 1.0, "bf16": 1.0, "fp16": 16.0}

@@ -1,4 +1,4 @@
-"""Freeze weights of a model, and leave their gradients out of plain PyTorch's."""
+"""Freeze weights of a model, and leave their gradients out of plain PyTorch's results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zharness.parity.baseline import LocalResult
 
 
 def freeze(model: nn.Module, names: Collection[str]) -> nn.Module:
-    """Let the parameters ``names`` of ``model`` require no gradient, and the others one; return the model."""
+    """Freeze the parameters ``names`` of ``model``, let all others require a gradient, and return the model."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in names)
     return model

@@ -14,7 +14,7 @@ _GIVEN = re.compile(r"(\w*)\(([^()]*)\)")
 
 
 def split_variant(name: str) -> tuple[str, str]:
-    """Return the name of a law variant without its program, and the words of the program, '' if it is drawn."""
+    """Return the name of a law variant without its program, and the program's words ('' if the program is drawn)."""
     match = _GIVEN.fullmatch(name)
     return (match[1], match[2]) if match else (name, "")
 
@@ -26,7 +26,7 @@ def join_variant(name: str, words: str) -> str:
 
 @dataclass(frozen=True)
 class ProgramCell:
-    """What a program depends on: the model, the variant without a program, the seed, the dtype, the engine's claims."""
+    """The facts that a program depends on: model, variant without a program, seed, dtype and the engine's claims."""
 
     model: str
     variant: str
@@ -37,11 +37,11 @@ class ProgramCell:
 
 @dataclass(frozen=True)
 class ProgramForm:
-    """How a law's programs are drawn and made smaller, as words with spaces between them.
+    """The functions that draw a law's programs and make them smaller; a program is words with spaces between them.
 
-    ``make_legal`` returns the words of a program that are legal in their order and that the engine claims, and raises
+    ``make_legal`` returns the words of a program that are legal in their order and that the engine claims. It raises
     UsageError for a word that no program has. ``cut`` yields programs of fewer or simpler words, the largest reductions
-    first, which need not be legal.
+    first; these programs need not be legal.
     """
 
     draw: Callable[[ProgramCell], str]

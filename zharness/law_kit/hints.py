@@ -23,12 +23,12 @@ UNREDUCED_PARTS_HINT = "each rank's part of the gradient is that rank's own, not
 
 
 def explain_nothing(*_: object) -> str:
-    """Return no hint, whatever is to be explained."""
+    """Return no hint."""
     return ""
 
 
 def hint_factor(comparison: Comparison, found: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> Comparison:
-    """Add a hint to a mismatch of a gradient that is the right one times a factor, but for what rounding explains."""
+    """Add a hint to a mismatch of a gradient that equals the right gradient times a factor, up to rounding."""
     mismatch = comparison.mismatch
     factor = None if mismatch is None else fit_scale(found[mismatch.parameter], [right[mismatch.parameter]])
     return comparison if factor is None else add_hint(comparison, f"it is {factor:.3g} x the right gradient")
@@ -37,10 +37,10 @@ def hint_factor(comparison: Comparison, found: Mapping[str, Tensor], right: Mapp
 def hint_unreduced_parts(
     comparison: Comparison, found: Tensor, rank_grads: Sequence[Tensor], reduce_dtype: torch.dtype
 ) -> Comparison:
-    """Add a hint to a mismatch of a gradient whose parts are the local gradients of the ranks that own them.
+    """Add a hint to a mismatch of a gradient in which the part of each rank is that rank's local gradient.
 
-    ``found`` is the engine's gradient, up to rounding in ``reduce_dtype``, and ``rank_grads`` has the right local
-    gradient of each rank.
+    ``found`` is the engine's gradient, and ``rank_grads`` has the right local gradient of each rank. The numbers have
+    to agree up to rounding in ``reduce_dtype``.
     """
     pieces = () if comparison.location is None else comparison.location.pieces
     if comparison.mismatch is None or not pieces:
@@ -56,10 +56,10 @@ def hint_added_gradient(
     local: Sequence[Mapping[str, Tensor]],
     reduce_dtype: torch.dtype,
 ) -> Comparison:
-    """Add a hint to an unexplained mismatch of a gradient to which its gradient in ``old`` was added.
+    """Add a hint to an unexplained mismatch of a gradient if the gradient in ``old`` was added to the right gradient.
 
-    ``found`` are the engine's gradients, and ``local`` the right ones of each rank, which the engine averages in
-    ``reduce_dtype``.
+    ``found`` are the engine's gradients, and ``local`` are the right gradients of each rank, which the engine averages
+    in ``reduce_dtype``.
     """
     mismatch = comparison.mismatch
     if mismatch is None or not is_unexplained(mismatch):
@@ -74,11 +74,11 @@ def hint_added_gradient(
 def describe_added_gradient(
     found: Tensor, rows: Sequence[Sequence[Tensor]], old: Tensor, reduce_dtype: torch.dtype
 ) -> str:
-    """Return the hint of a gradient ``found`` to which ``old``, or a multiple of it, was added; else ''.
+    """Return the hint that ``old``, or a multiple of ``old``, was added to the gradient ``found``, or ''.
 
-    Without it, the gradient is the sum of the means of ``rows``, reduced in ``reduce_dtype``. Clipping scales the
-    gradient that an earlier step used. The numbers have to agree in all elements, and those of one element are always
-    some multiple.
+    The rest of the gradient is the sum of the means of ``rows``, reduced in ``reduce_dtype``. A multiple is possible
+    because clipping scales the gradient that an earlier step used. The numbers have to agree in all elements. A
+    gradient of one element gets no hint of a multiple, because any number is a multiple of another.
     """
     mean, bound = mean_and_bound([term for row in rows for term in row], reduce_dtype, found.dtype)
     error, wide = found.double() - len(rows) * mean, old.double()
@@ -107,7 +107,7 @@ def hint_became_nan(comparison: Comparison) -> Comparison:
 
 
 def hint_step_count(comparison: Comparison, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Comparison:
-    """Add a hint to a mismatch of a weight if its optimizer state ``after`` the step does not count one step more."""
+    """Add a hint to a mismatch of a weight if the step did not increase the step count of its state by one."""
     if "step" not in before or "step" not in after or float(after["step"]) == float(before["step"]) + 1:
         return comparison
     return add_hint(comparison, f"its step count went from {float(before['step']):g} to {float(after['step']):g}")
@@ -116,10 +116,10 @@ def hint_step_count(comparison: Comparison, before: Mapping[str, Tensor], after:
 def hint_learning_rate(
     comparison: Comparison, update: Tensor, grad: Tensor, hyperparameters: Mapping[str, Any]
 ) -> Comparison:
-    """Add a hint to a mismatch of a weight if plain SGD with another learning rate or a scaled gradient updates it so.
+    """Add a hint to a mismatch of a weight if SGD with another learning rate or a scaled gradient explains the update.
 
-    The ``update`` cannot tell the two apart. A hint that the mismatch has is kept, and one whose numbers would be
-    printed alike is not added.
+    The ``update`` cannot tell these two causes apart. If the mismatch already has a hint, this hint is kept. If both
+    numbers of the new hint would be printed alike, the hint is not added.
     """
     mismatch = comparison.mismatch
     if mismatch is None or mismatch.hint or any(map(hyperparameters.get, ("momentum", "weight_decay", "maximize"))):

@@ -1,4 +1,4 @@
-"""Explain a wrong gradient of a pipeline by a stage that read the bits of its outputs' gradients as integers."""
+"""Explain a wrong gradient of a pipeline in which a stage reads the bits of its outputs' gradients as integers."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ def hint_integer_gradients(
     weights: Mapping[str, Tensor] | None = None,
     step: int = 0,
 ) -> Comparison:
-    """Add a hint to a mismatch of a gradient if it is that of inner stages that read gradients as integers.
+    """Add a hint to a mismatch of a gradient if inner stages that read gradients as integers would give it.
 
-    The gradients were recorded at ``step`` after the micro-batches ``columns`` of each data coordinate, at ``weights``.
+    The gradients were recorded at ``step``, with the weights ``weights``, after the micro-batches ``columns`` of each
+    data coordinate.
     """
     mismatch = comparison.mismatch
     if mismatch is None or mismatch.parameter not in ctx.baseline.parameter_names:
@@ -46,9 +47,9 @@ def hint_integer_gradients(
 def run_with_integer_gradients(
     ctx: JudgeContext, batches: Sequence[Batch], weights: Mapping[str, Tensor] | None, divisor: int
 ) -> Mapping[str, Tensor]:
-    """Return the gradients of a batch in whose inner stages the gradients of outputs are read as integers.
+    """Return the gradients of a batch if inner stages read the gradients of their outputs as integers.
 
-    An engine divides the losses by ``divisor``, and the gradients by what is left of the number of micro-batches.
+    The engine divides the losses by ``divisor``, and the gradients by the number of micro-batches over ``divisor``.
     """
     model = ctx.baseline.build_module(weights)
     inner = range(1, ctx.mesh.size(PIPELINE) - 1)
@@ -70,6 +71,6 @@ def find_stage(ctx: JudgeContext, name: str) -> int:
 
 
 def misread_gradient(_module: Any, _inputs: Any, output: Any) -> None:
-    """Let the gradient of an output that is behind one of integers be read as integers."""
+    """Read the bits of an output's gradient as integers if the output follows an output of integers."""
     if isinstance(output, tuple) and not output[0].is_floating_point():
         output[1].register_hook(lambda grad: grad.contiguous().view(torch.int32).to(grad.dtype))

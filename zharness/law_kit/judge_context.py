@@ -37,7 +37,7 @@ from zharness.parity.compare import (
 from zharness.parity.comparison import TensorLocation
 from zharness.parity.grad_parts import bound_orders
 
-BoundedGrads = Mapping[str, BoundedTensor]  # gradients by parameter, with how far an engine's may be off
+BoundedGrads = Mapping[str, BoundedTensor]  # gradients by parameter, with a bound on the engine's error
 CLAIMS_EVERY_FEATURE = Capabilities(stages=frozenset())
 
 
@@ -49,7 +49,7 @@ class JudgeContext:
     engine says that it reduces gradients; None means the cell's dtype. ``training`` is the training that the user
     configured. ``setting`` contains the cell's accumulation window; each micro-batch is repeated until the window is
     full. ``claims`` are the capabilities of the engine under the cell's options; the default claims every feature.
-    ``mesh`` has the axes beside data parallelism, along which ranks share a micro-batch.
+    ``mesh`` has the axes beside data parallelism. Ranks that differ only along tp, cp or pp share a micro-batch.
     """
 
     baseline: Baseline
@@ -91,7 +91,7 @@ class JudgeContext:
         return len(self.evidence)
 
     def data_coordinate(self, rank: int) -> int:
-        """Return which of the ``data_size`` micro-batches ``rank`` got; ranks of one tp group share one."""
+        """Return the number of the micro-batch that ``rank`` got; ranks that differ only on tp, cp or pp share one."""
         return self.mesh.data_coordinate(rank, self.world_size)
 
     def rank_records(self, label: str, step: int = 0) -> list[Mapping[str, Tensor]]:
@@ -103,7 +103,7 @@ class JudgeContext:
         return any(snapshot.label == label for snapshot in self.evidence[0].snapshots)
 
     def location(self, name: str, part: Part, step: int = 0, rank: int = 0) -> TensorLocation:
-        """Return the location of a tensor, including the elements that each rank owns; state is where its weight is."""
+        """Return a tensor's location and each rank's elements. Optimizer state has the layout of its parameter."""
         return TensorLocation(name, part, step, rank, tuple(self.evidence[rank].layout.get(name.partition("/")[0], ())))
 
     def compare_losses(self, step: int, expected: Sequence[LocalResult], label: str = "loss") -> Iterator[Comparison]:
@@ -116,7 +116,7 @@ class JudgeContext:
     def compare_values(
         self, label: str, expected: Sequence[Mapping[str, Tensor]], step: int = 0
     ) -> Iterator[Comparison]:
-        """Check that each rank recorded under ``label`` what ``expected[data coordinate]`` has, bitwise."""
+        """Check that each rank's tensors under ``label`` are bitwise equal to ``expected[data coordinate]``."""
         for rank, record in enumerate(self.rank_records(label, step)):
             wanted = expected[self.data_coordinate(rank)]
             check_names(label, wanted, record)
@@ -195,8 +195,7 @@ class JudgeContext:
     def _collect_local_grads(self, name: str, micros: Sequence[Sequence[LocalResult]]) -> list[list[Tensor]]:
         """Return one parameter's local gradients as ``[rank][micro-batch]``, with zeros for ranks that did not use it.
 
-        The micro-batches occur ``accumulation_steps`` times, because ``RankContext.backward`` runs each of them that
-        often.
+        Each micro-batch occurs ``accumulation_steps`` times, as often as ``RankContext.backward`` runs it.
         """
         return [
             [get_grad_or_zeros(row[rank], name, micros) for row in micros] * self.setting.accumulation_steps
@@ -217,6 +216,8 @@ class JudgeContext:
         local_grads = self._collect_local_grads(name, micros)
         rank_values = [record[name] for record in records]
         order_error = scale * bound_orders(name, micros)
+        # An empty list means that the gradient is small, differs between ranks or is wrong. The whole gradient is then
+        # compared, because pieces neither pass nor describe it: a mismatch and its hints are about a whole gradient.
         yield from self.compare_grad_in_pieces(
             name, local_grads, rank_values, step, exact, scale
         ) or self._compare_whole_grad(name, local_grads, rank_values, step, exact, scale, suspects, order_error)
@@ -233,9 +234,9 @@ class JudgeContext:
     ) -> list[Comparison]:
         """Compare one large gradient on every rank, piece by piece.
 
-        Return an empty list if the gradient is small or wrong, so that the caller compares it as a whole. A gradient
-        that is equal on all ranks is compared once. A bound is computed only for the pieces that differ from torch's
-        own mean.
+        Return an empty list if the gradient is small, differs between ranks or is wrong: the caller then compares the
+        whole gradient. A gradient that is equal on all ranks is compared once. A bound is computed only for the pieces
+        that differ from torch's own mean.
         """
         first = rank_grads[0]
         if first.numel() <= CHUNK_ELEMENTS or any(term.shape != first.shape for row in local_grads for term in row):
@@ -308,7 +309,7 @@ class JudgeContext:
         for rank, actual in enumerate(rank_grads):
             place = self.location(name, Part.REDUCTION, step, rank)
             if rank_0_match is not None and is_bitwise_equal(rank_grads[0], actual):
-                yield replace(rank_0_match, location=place)  # equal numbers match too
+                yield replace(rank_0_match, location=place)  # equal to rank 0's gradient, which matched
                 continue
             comparison = (
                 compare_bitwise(place, mean, actual)

@@ -24,7 +24,7 @@ from zharness.parity import Comparison, Tier
 class MeshSupport(Enum):
     """The meshes on which a law is stated."""
 
-    OWN_MODELS = "the models that stand in for those of the law on the axes cp and ep do not fit it"
+    OWN_MODELS = "on the axes cp and ep, stand-ins replace the law's models, and the law does not fit the stand-ins"
     WHOLE_INPUTS = (
         "the law draws numbers or computes a loss for the whole input, and a rank of cp has only a part of it"
     )
@@ -45,7 +45,7 @@ class ModelScope(Enum):
     """The models to which a variant of a law applies."""
 
     WORKLOAD = "models of zharness.workload that the law names"
-    ANY = "those, and users' models"
+    ANY = "models of zharness.workload that the law names, and users' models"
     USERS = "users' models alone"
 
 
@@ -53,17 +53,21 @@ class ModelScope(Enum):
 class Variant:
     """A spelling or setting of a law that makes a cell of its own.
 
-    ``name`` is the last part of the cell id, which leaves out an empty name. ``features`` are the features that the
-    engine has to claim in addition to the law's features. ``compares_engine_with_itself`` says that the judge compares
-    the engine's numbers only with each other, so that the variant also applies to an engine with its own kernels.
-    ``exact_by_sum`` says that the variant is exact if gradients are summed over ranks; if they are averaged, the
-    variant is exact only at world sizes that are powers of two. ``model_scope`` says to which models
-    the variant applies. ``training_run`` is the training of several steps whose curves a report shows, or None.
-    ``is_step_count`` says that the name is the number of steps of the configured training; every other positive number
-    is then the name of a variant too. ``schedules`` are the schedules of a pipeline that the engine has to have.
-    ``micro_batches`` is the number of micro-batches of the smallest batch that they run.
-    ``optimizer`` is the optimizer whose arguments the installed torch has to know, or None. ``mesh_dtypes`` are dtypes
-    in which a check of every law on a mesh runs this variant, beside the law's own.
+    - ``name`` is the last part of the cell id, which leaves out an empty name.
+    - ``features`` are the features that the engine has to claim in addition to the law's features.
+    - ``compares_engine_with_itself`` says that the judge compares the engine's numbers only with each other, so that
+      the variant also applies to an engine with its own kernels.
+    - ``exact_by_sum`` says that the variant is exact if gradients are summed over ranks. If gradients are averaged, the
+      variant is exact only at world sizes that are powers of two.
+    - ``model_scope`` says to which models the variant applies.
+    - ``training_run`` is the training of several steps whose curves a report shows, or None.
+    - ``is_step_count`` says that the name is the number of steps of the configured training. Every other positive
+      number is then the name of a variant too.
+    - ``schedules`` are the pipeline schedules that the engine has to have.
+    - ``micro_batches`` is the number of micro-batches of the smallest batch that these schedules run.
+    - ``optimizer`` is the optimizer whose arguments the installed torch has to know, or None.
+    - ``mesh_dtypes`` are dtypes in which a check of every law on a mesh runs this variant, in addition to the law's
+      own ``mesh_dtypes``.
     """
 
     name: str = ""
@@ -91,30 +95,44 @@ class Variant:
 class Law:
     """One statement that must hold on every engine.
 
-    ``observe`` runs on every rank with an engine and records tensors. ``judge`` runs once, in a process that never
-    imported the engine, and yields comparisons in the order in which an error would have occurred. ``tier`` says how
-    comparisons on random weights are bounded; the exact model is judged at tier X where exactness is certified.
-    ``models`` are the names of the models that the law applies to. ``features`` are the features that the engine has to
-    claim. ``kept_because`` says why the law is kept although other laws kill the same mutants. ``dtypes`` are the
-    dtypes that the law applies to. ``steps`` are the steps of the short script that ``zharness export`` writes, or None
-    if only the law's judge knows the right numbers. ``weights_stay_integers`` says that the exact model's weights are
-    integers in every step. ``programs`` is the form of the programs that the law runs, or None; the step of a mismatch
-    is then the position of a word in a program, not a micro-batch that could be run again. ``is_gradient_law`` says
-    that the law compares every gradient of a user's model; a run without such a law proves little about the model.
-    ``sets_autocast`` says that the law runs with and without torch.autocast, so the user's configuration must not
-    enable torch.autocast. ``applies_to_module`` returns whether the law tests anything for a user's module; if it is
-    None, the law applies to every module. ``only_own_kernels`` says that the law adds nothing where local gradients
-    come from torch's kernels. ``compares_later_forwards`` says that the law compares a forward that follows others of
-    the same engine. ``is_long`` says that a cell of the law takes several times as long on a user's model as those of
-    other laws. ``covers_triples`` says that a covering array runs the law with each option, world size and dtype
-    together. ``needs_fresh_ranks`` says that the law compares the state of the process before and after an engine was
-    built, so that an engine which an earlier cell has built in the same process would hide what a first one changes, or
-    that it leaves process groups of which a part of the ranks are members, which changes what torch names later groups.
-    ``setting_support`` says for which accumulation windows and calls of backward the law is stated, and
-    ``mesh_support`` on which meshes. ``judges_split_sums`` says that the judge allows for sums of random models that tp
-    adds up in parts, in fp32. ``mesh_dtypes`` are the dtypes beside fp32 in which a check of every law on a mesh
-    runs this one, because ranks have fp32 copies of weights there. ``form`` is the form in which the law calls an
-    engine.
+    - ``name`` is the group and the word after the dot, as in ``training.grads``.
+    - ``statement`` says in one line what must hold.
+    - ``tier`` says how comparisons on random weights are bounded. The exact model is judged at tier X where exactness
+      is certified.
+    - ``models`` are the names of the models that the law applies to.
+    - ``observe`` runs on every rank with an engine, and records tensors.
+    - ``judge`` runs once, in a process that never imported the engine. It yields comparisons in the order in which an
+      error would have occurred.
+    - ``kept_because`` says why the law is kept although other laws kill the same mutants.
+    - ``features`` are the features that the engine has to claim.
+    - ``variants`` are the law's variants; each makes cells of its own.
+    - ``dtypes`` are the dtypes that the law applies to.
+    - ``steps`` are the steps of the short script that ``zharness export`` writes. They are None if only the law's judge
+      knows the right numbers.
+    - ``weights_stay_integers`` says that the exact model's weights are integers in every step.
+    - ``programs`` is the form of the programs that the law runs, or None. The step of a mismatch is then the position
+      of a word in a program, not a micro-batch that could be run again.
+    - ``is_gradient_law`` says that the law compares every gradient of a user's model. A run without such a law proves
+      little about the model.
+    - ``sets_autocast`` says that the law runs with and without torch.autocast, so the user's configuration must not
+      enable torch.autocast.
+    - ``only_own_kernels`` says that the law adds nothing where local gradients come from torch's kernels.
+    - ``compares_later_forwards`` says that the law compares a forward that follows other forwards of the same engine.
+    - ``is_long`` says that on a user's model a cell of the law takes several times as long as a cell of another law.
+    - ``applies_to_module`` returns whether the law tests anything for a user's module. If it is None, the law applies
+      to every module.
+    - ``covers_triples`` says that a covering array runs the law with each option, world size and dtype together.
+    - ``needs_fresh_ranks`` says that the cells of the law run on fresh ranks, for one of two reasons. The law compares
+      the state of the process before and after it builds an engine: an engine that an earlier cell built in the same
+      process would hide a change that the first engine makes. Or the law leaves process groups that only a part of the
+      ranks belong to: torch then gives later groups other names.
+    - ``setting_support`` says for which accumulation windows and calls of backward the law is stated.
+    - ``mesh_support`` says on which meshes the law is stated.
+    - ``judges_split_sums`` says that the judge allows for the rounding of sums that tp adds up in parts, on models with
+      random weights in fp32.
+    - ``mesh_dtypes`` are the dtypes, besides fp32, in which a check of every law on a mesh runs this law, because ranks
+      have fp32 copies of the weights in these dtypes.
+    - ``form`` is the form in which the law calls an engine.
     """
 
     name: str

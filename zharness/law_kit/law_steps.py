@@ -28,7 +28,7 @@ class LawSteps:
 
     ``kind`` says which argument the function takes. ``scenario`` is passed to a function of kind SCENARIO.
     ``comparison_part`` is the name of the file in zharness/export/parts that compares the engine's numbers. ``rounds``
-    says that numbers are rounded in the steps even on an exact model.
+    says that the steps round numbers even on an exact model.
     """
 
     function: Callable[..., Any]

@@ -20,7 +20,8 @@ from zharness.torch_private import resolve_process_group
 REDUCE, GATHER, BROADCAST, SEND = "reduce", "gather", "broadcast", "send"
 GRADIENTS, WEIGHTS, BROADCASTS, ACTIVATIONS = "gradients", "weights", "broadcasts", "activations"
 CONTENTS: Mapping[str, str] = {REDUCE: GRADIENTS, GATHER: WEIGHTS, BROADCAST: BROADCASTS, SEND: ACTIVATIONS}
-# Operators by name: what they do, and which argument holds the tensors that a rank sends.
+# By the name of an operator: what the operator does, and the position of the argument with the tensors that a rank
+# sends.
 OPERATORS: Mapping[str, tuple[str, int]] = {
     "c10d::allreduce_": (REDUCE, 0),
     "c10d::allreduce_coalesced_": (REDUCE, 0),
@@ -29,7 +30,7 @@ OPERATORS: Mapping[str, tuple[str, int]] = {
     "c10d::_reduce_scatter_base_": (REDUCE, 1),
     "c10d::reduce_scatter_tensor_coalesced_": (REDUCE, 1),
     "c10d::alltoall_": (REDUCE, 1),
-    "c10d::alltoall_base_": (REDUCE, 1),  # the reference engine adds up what it receives
+    "c10d::alltoall_base_": (REDUCE, 1),  # the reference engine adds up the tensors that it receives
     "c10d::allgather_": (GATHER, 1),
     "c10d::_allgather_base_": (GATHER, 1),
     "c10d::allgather_coalesced_": (GATHER, 1),
@@ -54,9 +55,9 @@ OPERATORS: Mapping[str, tuple[str, int]] = {
     "_c10d_functional::isend": (SEND, 0),
     "_dtensor::shard_dim_alltoall": (GATHER, 0),
 }
-# Which argument of those that send to one rank is this rank's number in the group.
+# For operators that send to one rank: the position of the argument with the receiver's number in the group.
 DESTINATIONS: Mapping[str, int] = {"c10d::send": 2, "_c10d_functional::isend": 1}
-# Which argument of a broadcast is the number in the group of the one rank that sends.
+# For broadcasts: the position of the argument with the sender's number in the group.
 ROOTS: Mapping[str, int] = {"c10d::broadcast_": 2, "_c10d_functional::broadcast": 1, "_c10d_functional::broadcast_": 1}
 # Operators that send no elements.
 SILENT = frozenset(
@@ -78,7 +79,7 @@ NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor
 class Sent:
     """A kind of message: what is sent, by which operator of torch, along which axes, and in which dtype.
 
-    ``receiver`` has the coordinates on these axes of the one rank to which it is sent, or is empty.
+    ``receiver`` has the receiver's coordinates on these axes if one rank receives the message; otherwise it is empty.
     """
 
     content: str
@@ -89,7 +90,7 @@ class Sent:
 
     @property
     def name(self) -> str:
-        """The name under which a rank records the number of its elements."""
+        """The name under which a rank records the number of elements that it sends in such messages."""
         return "/".join((self.content, self.operator, self.axes, self.dtype, self.receiver))
 
     @classmethod
@@ -101,10 +102,11 @@ class Sent:
 class CollectiveObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's base class has no types
     """Counts the elements of floating-point tensors that this rank sends inside the ``with`` block, by ``Sent``.
 
-    A tensor of one element is a flag, a loss or a norm, and is not counted. Of a broadcast the root alone sends.
-    Tensors for which ``is_activation`` is true, and all that are sent to one rank, are activations, and others
-    gradients if they are reduced, or weights if they are gathered; what is broadcast is neither. Autograd runs a
-    backward on a CPU in the thread that calls it, so that this mode sees it too, and what DDP's hooks in it reduce.
+    A tensor of one element is a flag, a loss or a norm, and is not counted. In a broadcast only the root sends. A
+    tensor is an activation if ``is_activation`` is true for it, or if it is sent to one rank. Any other tensor is a
+    gradient if it is reduced, or a weight if it is gathered; a broadcast tensor is neither. On a CPU autograd runs a
+    backward in the calling thread, so this mode also sees the collectives of a backward and of DDP's hooks in the
+    backward.
     """
 
     def __init__(self, ctx: RankContext, is_activation: Callable[[Tensor], bool]) -> None:
@@ -142,9 +144,9 @@ class CollectiveObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
 
 
 def find_operator(name: str) -> tuple[str, int] | None:
-    """Return the entry of OPERATORS for an operator, or None if it sends nothing.
+    """Return the entry of OPERATORS for an operator, or None if the operator sends nothing.
 
-    Raises HarnessFault for a collective that this module does not know, whose elements would be left out.
+    Raises HarnessFault for a collective that this module does not know, because its elements would not be counted.
     """
     if name.partition("::")[0] in NAMESPACES and name not in OPERATORS and name not in SILENT:
         raise HarnessFault(f"the observer of collectives does not know the operator {name}; add it to OPERATORS")
@@ -157,7 +159,7 @@ def flatten(value: Any) -> list[Tensor]:
 
 
 def find_axes(ctx: RankContext, ranks: Sequence[int]) -> str:
-    """Return the axes of the mesh along which ``ranks`` differ, joined by commas; '' for one rank, or none."""
+    """Return the axes of the mesh along which ``ranks`` differ, joined by commas; '' for fewer than two ranks."""
     places = [ctx.config.mesh.coordinates(rank, ctx.world_size) for rank in ranks]
     return ",".join(axis for axis in (places[0] if places else ()) if len({place[axis] for place in places}) > 1)
 
@@ -172,8 +174,9 @@ def find_coordinates(ctx: RankContext, rank: int, axes: str) -> str:
 class AxisSizes:
     """The elements of a model's parameters on one rank of tp, and what padding may add.
 
-    ``local`` counts what tp leaves of each parameter, ``padding`` the elements that shards may be longer together, and
-    ``partial`` the elements whose gradients the ranks of tp have in parts, because they see a part of the sequence.
+    ``local`` counts the elements of each parameter that tp leaves on a rank. ``padding`` is the largest number of
+    elements that the padding of all shards adds. ``partial`` counts the elements whose gradients each rank of tp has
+    only in part, because it sees a part of the sequence.
     """
 
     local: int
@@ -184,10 +187,10 @@ class AxisSizes:
 def split_shapes(
     shapes: Mapping[str, Sequence[int]], plan: Mapping[str, str], tensor_size: int, coordinate: int = 0
 ) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the parts that the rank at ``coordinate`` of tp has of the parameters ``shapes``.
+    """Return the shapes of the parts of the parameters ``shapes`` that the rank at ``coordinate`` of tp has.
 
-    A column-wise layer splits the first dimension of weight and bias, a row-wise one the last of the weight. As in
-    torch.chunk, the last ranks have the smaller parts.
+    A column-wise layer splits the first dimension of its weight and bias. A row-wise layer splits the last dimension of
+    its weight. As in torch.chunk, the last ranks have the smaller parts.
     """
     parts = {name: list(shape) for name, shape in shapes.items()}
     for name, part in parts.items() if tensor_size > 1 else ():
@@ -202,7 +205,7 @@ def split_shapes(
 def measure_parameters(
     shapes: Mapping[str, Sequence[int]], plan: Mapping[str, str], tensor_size: int, shards: int
 ) -> AxisSizes:
-    """Return the sizes of parameters that ``plan`` splits over ``tensor_size`` ranks, and that shards then split."""
+    """Return the sizes of parameters that ``plan`` splits over ``tensor_size`` ranks, and that are then sharded."""
     local = padding = partial = 0
     for name, shape in split_shapes(shapes, plan, tensor_size).items():
         numel = math.prod(shape)

@@ -114,7 +114,7 @@ def judge_step(
 class ParameterStep:
     """The weight and optimizer state of one parameter before and after a step, its gradient, and the clip factor.
 
-    ``grad_error`` bounds the error of the gradient; None is for an exact one.
+    ``grad_error`` bounds the error of the gradient; it is None if the gradient is exact.
     """
 
     weight: Tensor
@@ -148,7 +148,7 @@ class ParameterStep:
         torch_results = dict(zip(parts, run_torch_steps(optimizer, [*parts.values()]), strict=False))
 
         def compare_piece(piece: slice) -> list[Comparison]:
-            """Compare one piece with the result of torch.optim, and if they differ, with the optimizer's formula."""
+            """Compare one piece with the result of torch.optim and, if they differ, with the optimizer's formula."""
             part = parts[piece.start]
             return part.compare_with_torch(torch_results.get(piece.start, {}), location) or list(
                 part.compare_with_replay(optimizer, location)
@@ -229,7 +229,7 @@ class ParameterStep:
         yield hint_unmoved(comparison, self.weight, self.weight_after)
 
     def rounds_nothing(self, optimizer: str) -> bool:
-        """Return whether no operation of the step rounds, so that every order of them gives the same bits."""
+        """Return whether no operation of the step rounds, so that every order of the operations gives the same bits."""
         buffer = self.state_before.get("momentum_buffer")
         return self.clip_factor == NO_CLIPPING and is_exact_step(
             optimizer, self.weight, self.grad, buffer, self.hyperparameters
@@ -301,7 +301,7 @@ def run_torch_steps(optimizer_name: str, steps: Sequence[ParameterStep]) -> Iter
         if part.state_before.keys() - {"step"}:
             optimizer.state[leaf] = {entry: tensor.detach().clone() for entry, tensor in part.state_before.items()}
         elif float(part.state_before.get("step", torch.zeros(()))) > 0:
-            return  # the engine has made steps and recorded no state: torch would start anew
+            return  # the engine recorded no state of earlier steps: torch would start as before the first step
     with suppress(KeyError, RuntimeError, TypeError):
         optimizer.step()
         for leaf in leaves:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zharness.engines.protocol import GroupSpec, OptimizerSpec
 
-# A step changes only the momentum, which shows how many steps were made, and with which gradients.
+# A step changes only the momentum. The momentum shows how many steps were made, and with which gradients.
 ZERO_LR_SGD = OptimizerSpec(name="sgd", args={"lr": 0.0, "momentum": 0.5})
 
 SCHEDULED_SGD = OptimizerSpec(name="sgd", args={"lr": 0.05, "momentum": 0.5}, schedule=(1.0, 0.5))

@@ -1,4 +1,4 @@
-"""Compute other norms than that of all gradients, by which engines clip wrongly or which they report."""
+"""Compute norms, other than the norm of all gradients, that wrong engines clip by or report."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Gradients = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class OtherNorm:
-    """A norm by which engines clip wrongly, a bound on its error in an engine, and ``meaning``: what it is or does."""
+    """A norm by which a wrong engine clips, a bound on its error, and ``meaning``, which says what the norm is."""
 
     meaning: str
     value: float
@@ -29,7 +29,7 @@ class OtherNorm:
 
     @classmethod
     def from_grads(cls, meaning: str, grads: Gradients) -> OtherNorm:
-        """Return the norm of ``grads``, which is 0 without any."""
+        """Return the norm of ``grads``, which is 0 if there are no gradients."""
         norm, error = total_norm_and_bound(grads) if grads else (torch.zeros(()), torch.zeros(()))
         return cls(meaning, float(norm), float(error))
 
@@ -43,7 +43,7 @@ class OtherNorm:
 
 
 def iter_other_norms(ctx: JudgeContext, grads: Gradients) -> Iterator[OtherNorm]:
-    """Yield norms by which engines clip wrongly: of parts, means of those, and with replicas counted repeatedly."""
+    """Yield norms by which wrong engines clip: norms of parts, their means, and norms that count replicas twice."""
     of_ranks = [
         OtherNorm.from_grads(
             f"is the norm of what rank {rank} has ({ctx.mesh.describe_rank(rank, ctx.world_size)})",
@@ -63,7 +63,7 @@ def iter_other_norms(ctx: JudgeContext, grads: Gradients) -> Iterator[OtherNorm]
 
 
 def iter_norms_along(ctx: JudgeContext, axis: str, grads: Gradients) -> Iterator[OtherNorm]:
-    """Yield the norm of what the ranks of each coordinate of ``axis`` have, and the mean of these norms."""
+    """Yield the norm of the gradients that the ranks at each coordinate of ``axis`` have, and the mean of the norms."""
     norms = [
         OtherNorm.from_grads(f"is the norm of what the ranks of {axis} {at} have", select_part(ctx, ranks, grads, axis))
         for at, ranks in enumerate(list_coordinates(ctx, axis))
@@ -73,9 +73,9 @@ def iter_norms_along(ctx: JudgeContext, axis: str, grads: Gradients) -> Iterator
 
 
 def iter_repeated_norms(ctx: JudgeContext, axes: Sequence[str], grads: Gradients) -> Iterator[OtherNorm]:
-    """Yield norms that count what ranks of an axis have in common once for each of them, and so of several axes.
+    """Yield norms that count gradients which ranks along one or several axes have in common once per rank.
 
-    Axes of which the norm cannot tell apart share its meaning.
+    If several axes give the same norm, the meaning of the norm names all of them.
     """
     counts = {axis: [count_replicas(ctx, axis, name, grad.numel()) for name, grad in grads.items()] for axis in axes}
     replicating = [axis for axis in axes if max(counts[axis], default=1) > 1]
@@ -102,7 +102,7 @@ def repeat_grads(grads: Gradients, times: Iterable[int]) -> Gradients:
 
 
 def list_axes(ctx: JudgeContext) -> list[str]:
-    """Return the axes of a mesh with named axes along which there are several ranks; that of experts is the last."""
+    """Return the axes along which there are several ranks, with the axis of experts last; none for the default mesh."""
     if not ctx.mesh.sizes:
         return []
     shape, experts = ctx.mesh.shape(ctx.world_size), ctx.mesh.size(EXPERT)
@@ -112,7 +112,7 @@ def list_axes(ctx: JudgeContext) -> list[str]:
 
 
 def list_coordinates(ctx: JudgeContext, axis: str) -> list[list[int]]:
-    """Return the ranks of each coordinate of ``axis``."""
+    """Return, for each coordinate of ``axis``, the ranks at this coordinate."""
     ranks: dict[int, list[int]] = {}
     for rank in range(ctx.world_size):
         ranks.setdefault(ctx.mesh.coordinates(rank, ctx.world_size)[axis], []).append(rank)
@@ -120,18 +120,18 @@ def list_coordinates(ctx: JudgeContext, axis: str) -> list[list[int]]:
 
 
 def count_replicas(ctx: JudgeContext, axis: str, name: str, elements: int) -> int:
-    """Return how many coordinates of ``axis`` have the whole gradient of a parameter in common, or 1."""
+    """Return at how many coordinates of ``axis`` the ranks have the whole gradient of a parameter, at least 1."""
     spans = [find_spans(ctx, ranks, name, elements, axis) for ranks in list_coordinates(ctx, axis)]
     return max(1, sum(sum(stop - start for start, stop in each) == elements for each in spans))
 
 
 def is_of_expert(ctx: JudgeContext, name: str) -> bool:
-    """Return whether a parameter is that of an expert."""
+    """Return whether a parameter belongs to an expert."""
     return name.startswith(tuple(f"{layer}.experts." for layer in ctx.baseline.spec.ep_plan))
 
 
 def select_part(ctx: JudgeContext, ranks: Collection[int], grads: Gradients, axis: str = "") -> Gradients:
-    """Return the elements of ``grads`` that any of ``ranks``, of a coordinate of ``axis``, has, each once."""
+    """Return the elements of ``grads`` that any of ``ranks``, the ranks at a coordinate of ``axis``, has, each once."""
     return {
         f"{name}[{start}:{stop}]": grad.flatten()[start:stop]
         for name, grad in grads.items()
@@ -144,8 +144,9 @@ def find_spans(
 ) -> list[tuple[int, int]]:
     """Return the flat elements of a parameter that any of ``ranks`` has, each once.
 
-    ``ranks`` are those of a coordinate of ``axis``, if it is given. The coordinates of a sequence have all elements,
-    and so have those of experts, but of the experts: ZeRO splits over such ranks what they have in common.
+    If ``axis`` is given, ``ranks`` are the ranks at one coordinate of it. Each coordinate of cp has all elements, and
+    each coordinate of ep has all elements of parameters that do not belong to experts. The layout does not show this,
+    because ZeRO shards over these ranks the parameters that they have in common.
     """
     if axis == CONTEXT or (axis == EXPERT and not is_of_expert(ctx, name)):
         return [(0, elements)]
@@ -159,6 +160,6 @@ def find_spans(
 
 
 def list_owned_spans(ctx: JudgeContext, rank: int, name: str, elements: int) -> Spans:
-    """Return the flat elements that ``rank`` owns of a parameter, which are all if the layout has no entry for it."""
+    """Return the flat elements of a parameter that ``rank`` owns: all elements if the layout has no entry for it."""
     pieces = ctx.evidence[rank].layout.get(name, (Piece(rank, 0, elements),))
     return tuple((piece.start, piece.stop) for piece in pieces if piece.rank == rank)

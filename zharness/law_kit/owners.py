@@ -17,15 +17,16 @@ from zharness.parity import Comparison, Part, compare_bitwise
 from zharness.parity.comparison import TensorLocation
 
 OWNERS = "this is the number of ranks that own the element by layout()"
-CUT_ALONE = (PIPELINE, TENSOR)  # each coordinate of these axes cuts into shards what it has, where it has it
+CUT_ALONE = (PIPELINE, TENSOR)  # the ranks at each coordinate of these axes shard the elements that they have
 
 
 def count_owners(ctx: JudgeContext, stage: int, name: str, shape: Sequence[int]) -> Mapping[str, int]:
-    """Return, by axis, at how many of its coordinates each element of a master weight is owned: at one, or at all.
+    """Return, for each axis, at how many coordinates ranks own an element of a master weight: at one, or at all.
 
-    From stage 1 on the ranks of dp_shard and cp have a shard each. Those of tp have a part each of a weight that the
-    plan splits, and those of ep of the experts, which stages from 1 on shard over the ranks that have the same ones.
-    The owners are all combinations of these coordinates. Beside ep, a coordinate of dp_shard is a group of its ranks.
+    From stage 1 on, each rank of dp_shard and cp has one shard. Each rank of tp has one part of a weight that the plan
+    splits. Each rank of ep has a part of the experts; from stage 1 on, these experts are sharded over the ranks that
+    have the same experts. The owners are all combinations of these coordinates. On a mesh with ep, a coordinate of
+    dp_shard is a group of ranks (``measure_axes``).
     """
     sizes = measure_axes(ctx)
     spec = ctx.baseline.spec
@@ -40,10 +41,10 @@ def count_owners(ctx: JudgeContext, stage: int, name: str, shape: Sequence[int])
 def judge_owners(
     ctx: JudgeContext, name: str, elements: int, owned: Sequence[Spans], counts: Mapping[str, int]
 ) -> Iterator[Comparison]:
-    """Check that the owners of each element of a parameter are the ranks at as many coordinates as ``counts`` has.
+    """Check that along each axis, ranks at as many coordinates own each element of a parameter as ``counts`` says.
 
-    The number of all owners does not tell along which axis they lie: with two copies of two shards it is 2 as well if
-    the ranks of dp_shard have the copies, and those of dp_replicate the shards.
+    The number of all owners does not tell along which axis they lie. For example, with two copies of two shards each
+    element has 2 owners, also if the ranks of dp_shard have the copies and the ranks of dp_replicate have the shards.
     """
     lengths, owners = mark_owners(elements, owned)
     place, right = ctx.location(name, Part.GATHER), float(math.prod(counts.values()))
@@ -63,7 +64,7 @@ def judge_owners(
 
 
 def explain_number(axis: str) -> str:
-    """Return what a number along ``axis`` is."""
+    """Return a sentence that says what a compared number along ``axis`` counts."""
     return f"this is the number of coordinates of {axis} whose ranks own the element by layout()"
 
 
@@ -79,7 +80,7 @@ def mark_owners(elements: int, owned: Sequence[Spans]) -> tuple[Tensor, Tensor]:
 
 
 def measure_axes(ctx: JudgeContext) -> dict[str, int]:
-    """Return the size of every axis; that of experts divides dp_shard, so that the product is the number of ranks."""
+    """Return the size of every axis, with dp_shard divided by ep, so that the product is the number of ranks."""
     shape, experts = ctx.mesh.shape(ctx.world_size), ctx.mesh.size(EXPERT)
     return {**shape, DATA_SHARD: shape[DATA_SHARD] // experts, EXPERT: experts}
 
@@ -92,12 +93,13 @@ def place_rank(ctx: JudgeContext, rank: int) -> dict[str, int]:
 
 
 def count_along(ctx: JudgeContext, axis: str, owners: Tensor, counts: Mapping[str, int]) -> Tensor:
-    """Return at how many coordinates of ``axis`` each run of elements is owned: a number that is not right, if any.
+    """Return at how many coordinates of ``axis`` ranks own each run of elements; a wrong number has precedence.
 
-    Along an axis that copies the element, each combination of coordinates on the other axes that copy it needs all of
-    them. Along one that splits it, all copies need the same coordinate. But ZeRO cuts the weights of each rank of tp,
-    and of each stage, as it has them, so that an element that is whole on tp may be in the first shard on one rank of
-    tp and in the second one on another. Without an owner the number is 0.
+    Coordinates are counted for each combination of coordinates on other axes that copy the element. If ``axis`` copies
+    the element, each combination needs all coordinates of ``axis``. If ``axis`` splits the element, all copies need the
+    same coordinate. There is one exception: ZeRO shards the weights of each rank of tp and of each stage separately. So
+    an element that tp does not split may be in the first shard on one rank of tp and in the second shard on another.
+    The number is 0 if the element has no owner.
     """
     sizes = measure_axes(ctx)
     others = [other for other, number in counts.items() if other != axis and number > 1]
@@ -115,19 +117,19 @@ def count_along(ctx: JudgeContext, axis: str, owners: Tensor, counts: Mapping[st
 
 
 def compare_numbers(place: TensorLocation, right: float, numbers: Tensor, lengths: Tensor) -> Comparison:
-    """Compare the number of owners of each element, in runs of ``lengths``, with the ``right`` one."""
+    """Compare the number of owners of each element, given for runs of ``lengths``, with the ``right`` number."""
     found = numbers.repeat_interleave(lengths)
     return compare_bitwise(place, torch.full_like(found, right), found)
 
 
 def find_run(comparison: Comparison, lengths: Tensor) -> int:
-    """Return the run of the element in which ``comparison`` has its mismatch."""
+    """Return the number of the run that contains the wrong element of ``comparison``."""
     (element,) = comparison.mismatch.index if comparison.mismatch else (0,)
     return int(torch.searchsorted(lengths.cumsum(dim=0), element, right=True))
 
 
 def iter_wrong_axes(counts: Mapping[str, int], found: Mapping[str, int]) -> Iterator[str]:
-    """Yield a sentence for each axis along which ``found`` has not as many owners as ``counts``."""
+    """Yield a text for each axis along which ``found`` has another number of owners than ``counts``."""
     for axis, number in found.items():
         if number != counts[axis]:
             yield f"{number} along {axis} instead of {counts[axis]}"

@@ -16,7 +16,7 @@ def build_pairwise_rows(
 
     Two variants are compatible if no key has different values in them, and ``exclusions`` does not name them both. The
     search is greedy: it starts a set with a pair that has not occurred yet, and then repeatedly adds the compatible
-    variant with which the set contains the most such pairs. A smaller number of sets may exist that covers all pairs.
+    variant with which the set contains the most such pairs. Fewer sets than the search finds may cover all pairs.
     """
     compatible = {
         frozenset(pair)

@@ -45,9 +45,10 @@ def read_process_state() -> dict[str, Tensor]:
 
 
 def find_constructors() -> list[int]:
-    """Return the ``id`` of each ``__init__`` that a class of torch.nn has of its own.
+    """Return the ``id`` of each ``__init__`` that a class of torch.nn defines itself.
 
-    An engine that replaces a constructor keeps the first one alive, so that its ``id`` is not used again.
+    An engine that replaces a constructor keeps the original function alive, so Python gives its ``id`` to no other
+    object.
     """
     classes = (value for value in vars(nn).values() if isinstance(value, type))
     return [id(vars(value).get("__init__")) for value in classes]

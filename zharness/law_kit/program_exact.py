@@ -1,4 +1,4 @@
-"""Compare programs on meshes, where parts of sums are added up over ranks, bitwise wherever no sum is rounded."""
+"""Compare programs on meshes, where ranks add up parts of sums, bitwise wherever no sum is rounded."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def second_objective(output: Tensor, _batch: Batch) -> Tensor:
 def holds_sums(ctx: JudgeContext, bound: float, steps: int) -> bool:
     """Return whether the cell's dtype holds every integer up to ``bound``, which bounds sums after ``steps`` steps.
 
-    Raises RoundedScenarioError if it does not hold those of the initial weights: the law then compares nothing.
+    Raises RoundedScenarioError if the dtype does not hold the sums of the initial weights, because the law would then
+    compare nothing.
     """
     holds = bound < 2.0 ** SIGNIFICAND_BITS[ctx.dtype]
     if not (holds or steps) and ctx.baseline.products is Float32Products.FULL:
@@ -41,9 +42,9 @@ def holds_sums(ctx: JudgeContext, bound: float, steps: int) -> bool:
 
 @dataclass(frozen=True)
 class Sums:
-    """The sums of one backward of every rank: a bound of all partial ones, and the number that its mean divides by.
+    """The sums of one backward of all ranks: a bound of all partial sums, and the divisor of the mean.
 
-    ``absolute`` has the gradients of each data coordinate in which every term is replaced by its absolute value.
+    ``absolute`` has the gradients of each data coordinate if every term is replaced by its absolute value.
     """
 
     bound: float
@@ -56,8 +57,8 @@ class ExactProgramJudge(ProgramJudge):
     """A judge of an exact model whose weights stay integers, for engines that add up parts of a sum over ranks.
 
     An output, or the gradient of a window, is compared bitwise if a certificate says that no sum in it is rounded, and
-    else not at all. ``sums`` has those of each backward so far, and ``bounds`` those of each micro-batch, by its verb,
-    its number, whether its loss is the second one, and the version of the weights.
+    otherwise not at all. ``sums`` has the sums of each backward so far. ``bounds`` has the bound of each micro-batch;
+    the key is its verb, its number, whether the loss is the second loss, and the version of the weights.
     """
 
     sums: list[Sums] = field(default_factory=list)
@@ -81,7 +82,7 @@ class ExactProgramJudge(ProgramJudge):
         return grads
 
     def bound_sums(self, verb: Verb, micro: int, objective: Objective) -> float:
-        """Return the largest bound over the micro-batches of all data coordinates, with the weights of now."""
+        """Return the largest bound over the micro-batches of all data coordinates, with the current weights."""
         key = verb, micro, objective is second_objective, self.weights_version
         if key not in self.bounds:
             self.bounds[key] = max(
@@ -91,7 +92,7 @@ class ExactProgramJudge(ProgramJudge):
         return self.bounds[key]
 
     def sum_absolute_terms(self, verb: Verb, micro: int, objective: Objective) -> list[LocalResult]:
-        """Return the gradients of each data coordinate of a model and micro-batch of absolute values, in float64."""
+        """Return each data coordinate's float64 gradients of a model and a micro-batch of absolute values."""
         return compute_absolute_grads(self.ctx, self.get_batches(verb, micro), objective, self.get_weights())
 
     def get_weights(self) -> Mapping[str, Tensor] | None:
@@ -99,18 +100,18 @@ class ExactProgramJudge(ProgramJudge):
         return self.ctx.rank_records("params", self.weights_version)[0] if self.weights_version else None
 
     def get_batches(self, verb: Verb, micro: int) -> list[Batch]:
-        """Return the micro-batch of each data coordinate, whose inputs are a tensor."""
+        """Return the micro-batch of each data coordinate; its inputs are a single tensor."""
         positional = replace(verb, marks=tuple(mark for mark in verb.marks if mark is not Mark.KEYWORD))
         return [self.get_batch(positional, micro, at) for at in range(self.ctx.data_size)]
 
     def holds(self, bound: float) -> bool:
-        """Return whether the cell's dtype holds every integer up to ``bound``, as it has to before the first step."""
+        """Return whether the dtype holds every integer up to ``bound``; raise if it does not before the first step."""
         return holds_sums(self.ctx, bound, self.weights_version)
 
     def certify_window(self) -> bool:
-        """Return whether no gradient since the last step is rounded, so that they are compared bitwise.
+        """Return whether no gradient since the last step is rounded, so that the gradients are compared bitwise.
 
-        Each number is a multiple of the quotient of 1 and all divisors: those of the losses' means, and the number of
+        Each number is a multiple of 1 divided by all divisors: the divisors of the losses' means, and the number of
         micro-batches in a window.
         """
         sums, micro_batches = self.window_sums, self.ctx.data_size * self.program.window
@@ -129,7 +130,7 @@ class ExactProgramJudge(ProgramJudge):
             yield from super().compare_window_grads(position, is_repeated=is_repeated)
 
     def judge_optimizer_step(self, position: int, caller: CallerState) -> Iterator[Comparison]:
-        """Compare a step with its formula, unless its gradients were neither recorded nor exact."""
+        """Compare a step with its formula if the gradients of the step were recorded or are exact."""
         is_unseen = caller.pending is PendingGradients.UNSEEN
         if not (caller.is_boundary and is_unseen) or self.certify_window():
             yield from super().judge_optimizer_step(position, caller)
@@ -141,14 +142,14 @@ class ExactProgramJudge(ProgramJudge):
     def compare_update(
         self, position: int, grads: BoundedGrads, pending: PendingGradients, factor: ClipFactor
     ) -> Iterator[Comparison]:
-        """Compare each parameter's update, and name the norm that clipped the gradients of a wrong one."""
+        """Compare each parameter's update; if an update is wrong, name the norm by which its gradients were clipped."""
         judge = partial(self.compare_clipped_update, position, grads, pending)
         return hint_norm_of_update(self.ctx, grads, self.program.clip, factor, judge)
 
     def compare_clipped_update(
         self, position: int, grads: BoundedGrads, pending: PendingGradients, factor: ClipFactor
     ) -> Iterator[Comparison]:
-        """Compare each parameter's update with clipped gradients, which on tp may be sums of parts clipped before."""
+        """Compare each parameter's update with clipped gradients; on tp, each part may be clipped before the sum."""
         if factor != NO_CLIPPING:
             absolute = [each.absolute for each in self.window_sums]
             errors = bound_clipped_parts(self.ctx, lambda: absolute, self.grad_scale)
@@ -159,6 +160,6 @@ class ExactProgramJudge(ProgramJudge):
         return super().compare_update(position, grads, pending, factor)
 
     def get_step_grads(self, caller: CallerState) -> BoundedGrads:
-        """Return the gradients that a step used: the recorded or, if they were not recorded, the expected ones."""
+        """Return the gradients that a step used: the recorded gradients, or else the expected gradients."""
         grads = super().get_step_grads(caller)
         return {name: BoundedTensor.exact(grad.value.to(grad.dtype)) for name, grad in grads.items()}

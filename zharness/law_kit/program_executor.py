@@ -240,7 +240,7 @@ class ProgramExecutor:
 
     def record_weights_version(self) -> None:
         """Record the engine's current weights, optimizer state, learning rates, loss scale and gathered bytes."""
-        # Count gathered bytes after other collectives: gloo frees what it has sent only a moment later.
+        # Count gathered bytes after other collectives: gloo frees a sent buffer only a moment after the collective.
         observations = self.ctx.record_training_state(self.engine, self.weights_version)
         self.ctx.record("facts", build_facts(observations), self.weights_version)
         gathered = observations.gathered_bytes

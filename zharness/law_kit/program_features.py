@@ -86,7 +86,8 @@ def find_required_features(program: Program) -> list[Feature]:
     used = [LAYER_FEATURES.get(layer.kind) for layer in program.walk()]
     used += [ACT_FEATURES.get(verb.act) for verb in program.verbs]
     used += [MARK_FEATURES.get(mark) for verb in program.verbs for mark in verb.marks]
-    # An engine that prepares its reduction in a forward may not reduce a backward of an older one, or a second one.
+    # An engine that prepares its reduction in a forward may not reduce a backward of an older forward, or a second
+    # backward of one forward.
     used += [
         Feature.RETAIN_GRAPH
         for _, verb, caller in iter_verbs(program)

@@ -72,12 +72,12 @@ class ProgramJudge:
     program: Program
     weights_version: int = 0
     forward_verbs: dict[int, Verb] = field(default_factory=dict)  # by micro-batch
-    backwards: WindowBackwards = field(default_factory=WindowBackwards)  # those since the last step
+    backwards: WindowBackwards = field(default_factory=WindowBackwards)  # since the last step
     step_counts: StepCounts = field(default_factory=StepCounts)
-    checkpoints: list[tuple[StepCounts, int]] = field(default_factory=list)  # with the weights version that was saved
-    last_grads_position: int = 0  # of the last verb that recorded reduced gradients
+    checkpoints: list[tuple[StepCounts, int]] = field(default_factory=list)  # saved counts and weights version
+    last_grads_position: int = 0  # position of the last verb that recorded reduced gradients
     stepped_grads: list[int] = field(default_factory=list)  # positions of the gradients that steps used
-    cached_module: tuple[int, torch.nn.Module] | None = None  # with the version of its weights
+    cached_module: tuple[int, torch.nn.Module] | None = None  # the version of its weights, and the module
 
     def judge_verb(self, position: int, verb: Verb, caller: CallerState) -> Iterator[Comparison]:
         """Compare the records of one verb with plain PyTorch; ``caller`` is the caller's state before the verb."""
@@ -168,7 +168,7 @@ class ProgramJudge:
     def compute_gradients(self, verb: Verb, micro: int) -> list[LocalResult]:
         """Return the local gradients that a whole backward of a micro-batch gives on each rank.
 
-        A verb without a forward of its own uses that of an earlier verb.
+        A verb without a forward of its own uses the forward of an earlier verb.
         """
         if verb.act in (Act.NO_SYNC, Act.FAILED_BACKWARD):
             self.forward_verbs[micro] = verb
@@ -177,7 +177,8 @@ class ProgramJudge:
     def compare_window_grads(self, position: int, *, is_repeated: bool = False) -> Iterator[Comparison]:
         """Compare the gradients recorded at ``position`` with the sum over all backwards since the last step.
 
-        ``is_repeated`` says that the last backward is one of an output that an earlier one used, and not the engine's.
+        ``is_repeated`` says that the last backward uses an output that an earlier backward used, without a call of the
+        engine.
         """
         self.last_grads_position = position
         ranks, recorded = self.sum_factor, self.ctx.rank_records("grads", position)[0]
@@ -206,7 +207,7 @@ class ProgramJudge:
         return False
 
     def hint_old_gradient(self, comparison: Comparison, position: int) -> Comparison:
-        """Add a hint to the mismatch of a gradient that is one that an earlier step used, or contains it."""
+        """Add a hint to the mismatch of a gradient that equals, or contains, a gradient that an earlier step used."""
         mismatch = comparison.mismatch
         if mismatch is None:
             return comparison
@@ -232,7 +233,7 @@ class ProgramJudge:
     def find_old_weights(self, name: str, grad: Tensor, rows: list[list[Tensor]], dtype: torch.dtype) -> str:
         """Return the hint of a gradient of which a backward used weights from before their last change, or ''.
 
-        The forward need not show them: that of ``no_sync`` gives no output, and a norm may take out what they change.
+        The output may not show them: a forward in ``no_sync`` records no output, and a norm layer may hide the change.
         """
         new, old = (self.ctx.rank_records("params", self.weights_version - age)[0] for age in (0, 1))
         for hint, weights in iter_old_weights(new, old):
@@ -246,7 +247,7 @@ class ProgramJudge:
         return ""
 
     def add_zero_grads(self, names: Iterable[str]) -> list[list[LocalResult]]:
-        """Return the local gradients since the last step, with zeros for those of ``names`` that no backward reached.
+        """Return the local gradients since the last step, with zeros for each of ``names`` that no backward reached.
 
         Zeros are added only for an engine that refuses the feature NO_GRADIENT, because it reports zeros for such
         parameters.
@@ -316,9 +317,9 @@ class ProgramJudge:
     def get_step_grads(self, caller: CallerState) -> BoundedGrads:
         """Return the gradients that a step used, with error bounds.
 
-        These are the recorded gradients or, if they were not recorded, the expected ones. An engine that may have zeros
-        for a parameter that no backward reached may also have no gradient there: it has zeros if the step changed the
-        parameter or its optimizer state.
+        These are the recorded gradients or, if none were recorded, the expected gradients. An engine that may have
+        zeros for a parameter that no backward reached may also have no gradient for it. The judge takes zeros if the
+        step changed the parameter or its optimizer state.
         """
         recorded = self.ctx.rank_records("grads", self.last_grads_position)[0] if self.last_grads_position else {}
         if caller.pending is not PendingGradients.UNSEEN:
@@ -351,7 +352,7 @@ class ProgramJudge:
     def compare_update(
         self, position: int, grads: BoundedGrads, pending: PendingGradients, factor: ClipFactor
     ) -> Iterator[Comparison]:
-        """Compare each parameter's update with that by ``grads`` times ``factor``."""
+        """Compare each parameter's update with the update that ``grads`` times ``factor`` give."""
         spec, clipped = OPTIMIZERS[self.program.optimizer], {name: factor.apply_to(grads[name]) for name in grads}
         return judge_parameter_updates(
             self.ctx, spec, clipped, self.weights_version, self.step_counts, position, pending

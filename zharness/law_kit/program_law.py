@@ -70,7 +70,7 @@ def draw_verbs(cell: ProgramCell) -> str:
 
 
 def make_verbs_legal(cell: ProgramCell, words: str) -> str:
-    """Return the verbs that plain PyTorch allows in their order, '' if the engine does not claim what they need."""
+    """Return the verbs that plain PyTorch allows in their order, or '' if the engine does not claim their features."""
     template = get_template(cell.model, cell.variant)
     verbs = legal_verbs((), parse_verbs(words), window=template.window)
     needed = find_required_features(template.make_program_of_verbs(verbs, cell.dtype))
@@ -78,7 +78,7 @@ def make_verbs_legal(cell: ProgramCell, words: str) -> str:
 
 
 def cut_verbs(cell: ProgramCell, words: str) -> Iterator[str]:
-    """Yield the program without some verbs, and without a mark."""
+    """Yield versions of the program without some of its verbs, and versions without one mark."""
     program = get_template(cell.model, cell.variant).make_program_of_verbs(parse_verbs(words), cell.dtype)
     yield from (join_words(smaller.verbs) for smaller in program_cuts(program))
 

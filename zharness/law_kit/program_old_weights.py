@@ -1,4 +1,4 @@
-"""Name the old weights that a wrong engine used in a forward of a program in the place of its newest ones."""
+"""Name the old weights that a wrong engine used in a forward of a program instead of its newest weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def hint_old_weights(
 ) -> Comparison:
     """Add a hint to the mismatch of ``found`` if it was computed with weights from before their last change.
 
-    ``compute(module)`` is what plain PyTorch computes with the weights of ``module``.
+    ``compute(module)`` returns the tensor that plain PyTorch computes with the weights of ``module``.
     """
     if comparison.mismatch is None or not weights_version:
         return comparison
@@ -41,10 +41,10 @@ def hint_old_weights(
 def has_old_backward(
     grad: Tensor, rows: Sequence[Sequence[Tensor]], old_rows: Sequence[Sequence[Tensor]], dtype: torch.dtype
 ) -> bool:
-    """Return whether ``grad`` is the sum of ``rows`` in which one, or each, is that of ``old_rows``.
+    """Return whether ``grad`` is the sum of ``rows`` if one row, or each row, is taken from ``old_rows``.
 
-    A row has the gradients of all ranks in one backward, and ``old_rows`` those with the weights before their last
-    change. The sum over ranks is in ``dtype``.
+    A row has the gradients of all ranks in one backward. ``old_rows`` has the gradients with the weights from before
+    their last change. The sum over ranks is in ``dtype``.
     """
     choices = [[*rows[:at], old, *rows[at + 1 :]] for at, old in enumerate(old_rows)]
     terms = ([term for row in chosen for term in row] for chosen in (*choices, old_rows))
@@ -54,9 +54,10 @@ def has_old_backward(
 def iter_old_weights(
     new: Mapping[str, Tensor], old: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
-    """Yield each hint with the weights of an engine that used weights of ``old`` in the place of ``new`` ones.
+    """Yield each hint with the weights of a wrong engine that used some weights of ``old`` instead of ``new``.
 
-    It used all of the old ones, the matrices alone, or those of consecutive submodules, as an engine that prefetches.
+    The engine used all old weights, only the old matrices, or, like an engine that prefetches, the old weights of
+    consecutive submodules.
     """
     yield WEIGHTS_NOT_CHANGED_HINT, old
     yield MATRICES_NOT_CHANGED_HINT, replace_vectors(old, new)

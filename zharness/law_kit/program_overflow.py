@@ -59,9 +59,9 @@ class PlainTraining:
 
 @dataclass
 class PlainRun(ProgramJudge):
-    """A run of a program on plain PyTorch alone, which steps its own weights and compares nothing.
+    """A run of a program on plain PyTorch only, which steps its own weights and compares nothing.
 
-    ``overflowing`` has the numbers that are not finite, by what they are. ``states`` has those that saves wrote, by the
+    ``overflowing`` describes the numbers that are not finite. ``states`` has the states that saves wrote, by the
     version of the weights.
     """
 
@@ -74,25 +74,25 @@ class PlainRun(ProgramJudge):
         self.states[0] = self.training.read_state()
 
     def require_finite(self, what: str, numbers: Tensor) -> None:
-        """Note that ``numbers`` are not finite, if they are not."""
+        """Add ``what`` to the overflowing numbers if any of ``numbers`` is not finite."""
         if not bool(numbers.isfinite().all()):
             self.overflowing.append(what)
 
     def get_plain_module(self, weights_version: int) -> nn.Module:
-        """Return the plain model with the weights of now."""
+        """Return the plain model with the current weights."""
         if self.cached_module is None or self.cached_module[0] != weights_version:
             self.cached_module = weights_version, self.ctx.baseline.build_module(self.training.weights)
         return super().get_plain_module(weights_version)
 
     def compare_output(self, position: int, verb: Verb, micro: int) -> Iterator[Comparison]:
-        """Look at the output of each rank."""
+        """Check whether the output of each rank is finite."""
         module = self.get_plain_module(self.weights_version)
         for rank in range(self.ctx.data_size):
             self.require_finite("an output", self.run_plain_forward(module, verb, micro, rank))
         return iter(())
 
     def compute_gradients(self, verb: Verb, micro: int) -> list[LocalResult]:
-        """Return the local gradients of a backward, and look at them."""
+        """Return the local gradients of a backward, and check whether they are finite."""
         row = super().compute_gradients(verb, micro)
         for name, grad in (item for local in row for item in local.grads.items()):
             self.require_finite(f"the gradient of {name}", grad)
@@ -134,13 +134,13 @@ class PlainRun(ProgramJudge):
         return iter(())
 
     def judge_load(self, step_counts: StepCounts, saved_version: int) -> Iterator[Comparison]:
-        """Load what was saved when the weights had ``saved_version``."""
+        """Load the state that was saved when the weights had ``saved_version``."""
         self.training.write_state(self.states[saved_version])
         self.note_change()
         return iter(())
 
     def note_change(self) -> None:
-        """Count a change of the weights, keep the state for a later load, and look at the new weights."""
+        """Count a change of the weights, keep the state for a later load, and check that the weights are finite."""
         self.weights_version += 1
         self.states[self.weights_version] = self.training.read_state()
         for name, weight in self.training.weights.items():
@@ -163,7 +163,7 @@ class Overflow:
 def find_overflow(baseline: Baseline, program: Program) -> Overflow | None:
     """Return the first verb at which a number of plain PyTorch is not finite, or None if all of them are finite.
 
-    The weights are those of plain PyTorch's own steps, in float32, so that a program is cut at one place for all
+    The weights come from plain PyTorch's own steps in float32, so that a program is cut at the same verb for all
     engines.
     """
     run = PlainRun(JudgeContext(baseline, (), baseline.dtype), program)

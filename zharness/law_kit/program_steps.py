@@ -53,10 +53,11 @@ def get_edited_value(program: Program) -> float:
 def apply_input_marks(batch: Batch, verb: Verb, rank: int, micro: int, program: Program) -> Batch:
     """Return the micro-batch of data coordinate ``rank`` with the changes that the marks (options) of ``verb`` specify.
 
-    A program whose weights stay integers has a power of two of rows, over which a mean rounds nothing.
+    In a program whose weights stay integers, the number of rows is a power of two, so that a mean over them rounds
+    nothing.
     """
     if Mark.FEW in verb.marks:
-        # At least two rows: a matrix-vector product rounds differently if its weights have another alignment.
+        # At least two rows: how a matrix-vector product rounds depends on the alignment of its weights in memory.
         rows = 2 + (rank + micro) % max(1, batch.num_samples - 2)
         if program.optimizer == INTEGERS:
             rows = max(1, batch.num_samples >> 1 + (rank + micro) % 2)

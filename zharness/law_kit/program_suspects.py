@@ -1,4 +1,4 @@
-"""Compute the gradients of wrong engines in a program, which explain wrong numbers."""
+"""Compute the gradients that wrong engines would have in a program, to explain wrong numbers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def make_summed_again_suspects(
 ) -> dict[str, list[list[LocalResult]]]:
     """Return, by hint, the gradients of a wrong engine that, in every backward, sums earlier ones over ranks again.
 
-    With one backward or one rank the result is empty.
+    The result is empty if there is only one backward or one rank.
     """
     if world_size == 1 or len(micros) == 1:
         return {}
@@ -60,8 +60,8 @@ class WindowBackwards:
 
     rows: list[list[LocalResult]] = field(default_factory=list)
     micros: list[int] = field(default_factory=list)  # the micro-batch of each row
-    discarded: list[list[LocalResult]] = field(default_factory=list)  # earlier rows, which zero_grad discarded
-    unreduced: list[list[LocalResult]] = field(default_factory=list)  # those of both lists that ran in no_sync
+    discarded: list[list[LocalResult]] = field(default_factory=list)  # rows that zero_grad discarded
+    unreduced: list[list[LocalResult]] = field(default_factory=list)  # rows of both lists that ran in no_sync
     failed: list[list[LocalResult]] = field(default_factory=list)  # discarded rows of backwards that raised
 
     def add(self, row: list[LocalResult], micro: int) -> None:
@@ -77,7 +77,7 @@ class WindowBackwards:
     def list_reduced_again(self, mesh: Mesh, program: Program, ranks: float) -> dict[str, list[list[LocalResult]]]:
         """Return the suspects of ``make_reduced_again_suspects`` for a window of ``program``.
 
-        An engine that counts micro-batches does so by calls of ``step``; a micro-batch may have several backwards.
+        An engine that counts micro-batches counts the calls of ``step``; a micro-batch may have several backwards.
         """
         first = program.window - 1
         if first and program.window_owner == ENGINE:
@@ -115,9 +115,9 @@ def make_kept_suspects(
 def make_alone_suspects(
     failed: Sequence[list[LocalResult]], discarded: Sequence[list[LocalResult]], factor: float
 ) -> dict[str, list[list[LocalResult]]]:
-    """Return, by hint, the gradients of wrong engines that have those of discarded backwards, and none of the window.
+    """Return, by hint, the gradients of wrong engines that have only gradients of discarded backwards.
 
-    ``failed`` are those of the ``discarded`` backwards that raised. Every gradient is multiplied by ``factor``.
+    ``failed`` has the rows of the ``discarded`` backwards that raised. Every gradient is multiplied by ``factor``.
     """
     alone_by_hint = {FAILED_GRADS_ALONE_HINT: failed, ZEROED_GRADS_ALONE_HINT: discarded}
     return {hint: scale_local_grads(rows, factor) for hint, rows in alone_by_hint.items() if rows}
@@ -128,7 +128,7 @@ def make_undivided_suspects(
 ) -> dict[str, list[list[LocalResult]]]:
     """Return, by hint, the gradients of a wrong engine that does not divide backwards in no_sync by ``window``.
 
-    ``unreduced`` are those of ``rows`` that ran in no_sync. Every other gradient is multiplied by ``factor``.
+    ``unreduced`` has those of the ``rows`` that ran in no_sync. Every other gradient is multiplied by ``factor``.
     """
     if window == 1 or not any(row is other for row in rows for other in unreduced):
         return {}
@@ -141,9 +141,9 @@ def make_added_again_suspects(
 ) -> dict[str, list[list[LocalResult]]]:
     """Return, by hint, the gradients of a wrong engine that clears param.grad once for each forward.
 
-    Backward number i is of micro-batch ``micros[i]`` and has the local gradients ``window[i]``. After each backward the
-    engine adds all of param.grad to what it has accumulated. Every gradient is multiplied by ``factor``. Without a
-    second backward of one forward, the result is empty.
+    Backward number i uses micro-batch ``micros[i]`` and has the local gradients ``window[i]``. After each backward the
+    engine adds all of param.grad to its accumulated gradient. Every gradient is multiplied by ``factor``. The result is
+    empty if no forward has a second backward.
     """
     added: list[list[LocalResult]] = []
     param_grad: list[list[LocalResult]] = []
@@ -156,11 +156,13 @@ def make_added_again_suspects(
 def make_reduced_again_suspects(
     mesh: Mesh, rows: Sequence[list[LocalResult]], first: int, factor: float, ranks: float = 1
 ) -> dict[str, list[list[LocalResult]]]:
-    """Return, by hint, the gradients of wrong engines in which each reduction reduces earlier ones over an axis again.
+    """Return, by hint, the gradients of wrong engines whose reductions reduce earlier gradients again over an axis.
 
-    Backward number ``first`` is the first that reduces, and takes those before it along. What it has reduced is alike
-    on the ranks of a sequence, whose sum multiplies it; an expert is on one rank of its group, whose size divides it.
-    The data sums gradients to ``ranks`` times their mean. Every gradient is multiplied by ``factor``.
+    Backward number ``first`` is the first one that reduces; it also reduces the gradients of the backwards before it. A
+    reduced gradient is equal on all ranks of a sequence, so that a second sum over these ranks multiplies it by their
+    number. An expert is on one rank of its group, so that a second reduction divides its gradient by the size of the
+    group. The reduction over data parallelism gives ``ranks`` times the mean. Every gradient is multiplied by
+    ``factor``.
     """
     again = [len(rows) - 1 - max(at, first) for at in range(len(rows))]
     axes = {DIVIDED_AGAIN_HINT: (EXPERT, -1), SUMMED_OVER_SEQUENCE_AGAIN_HINT: (CONTEXT, 1)}
@@ -177,10 +179,11 @@ def make_reduced_again_suspects(
 def make_unreduced_suspects(
     layout: Mapping[str, Sequence[Piece]], rows: Sequence[list[LocalResult]], ranks: float, window: int
 ) -> dict[str, list[list[LocalResult]]]:
-    """Return, by hint, the gradients of a wrong engine that does not reduce the last backward, of the last row.
+    """Return, by hint, the gradients of a wrong engine that does not reduce the last backward, which is the last row.
 
-    The owner of an element, by ``layout``, adds its own local gradient there. The others are reduced to ``ranks`` times
-    their mean. All are divided by ``window``. Without owners the result is empty.
+    In the last backward, the owner of an element (by ``layout``) adds its own local gradient for this element. The
+    gradients of all other backwards are reduced to ``ranks`` times their mean. All gradients are divided by ``window``.
+    The result is empty if there are no owners.
     """
     last = rows[-1]
     owner_grads = {
@@ -193,7 +196,7 @@ def make_unreduced_suspects(
 
 
 def scatter_by_owner(grads: Sequence[torch.Tensor], pieces: Sequence[Piece]) -> torch.Tensor:
-    """Return a tensor whose elements are those of the tensor in ``grads`` of the rank that owns them."""
+    """Return a tensor in which each element comes from the tensor of ``grads`` of the rank that owns the element."""
     result = torch.zeros_like(grads[0]).flatten()
     for piece in pieces:
         result[piece.start : piece.stop] = grads[piece.rank].flatten()[piece.start : piece.stop]

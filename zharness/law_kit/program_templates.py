@@ -20,10 +20,10 @@ CALLER_ACCUMULATION = Feature.CALLER_ACCUMULATION
 class ProgramTemplate:
     """The phrases (short sequences of verbs) of one law variant's program, and the configuration of its engine.
 
-    If a phrase is known to fail on some engine, a variant of its own runs it, so that the other phrases are judged
-    completely in every order. ``features`` are the features that the variant requires. ``opening`` and ``closing`` are
-    the phrases at the start and the end of the program. ``other_engine_count`` is the number of additional engines, in
-    the simplest configuration, that train in turn with the observed engine.
+    If a phrase is known to fail on some engine, a separate variant runs this phrase, so that all other phrases are
+    judged completely in every order. ``features`` are the features that the variant requires. ``opening`` and
+    ``closing`` are the phrases at the start and the end of the program. ``other_engine_count`` is the number of
+    additional engines, in the simplest configuration, that train in turn with the observed engine.
     """
 
     phrases: tuple[str, ...]
@@ -140,7 +140,8 @@ MLP_TEMPLATES = {
         features=(Feature.AUTOGRAD, CALLER_ACCUMULATION),
         opening="f b s f b s",
     ),
-    # FSDP2's stage 3 prefetches for a backward, and the next forward uses that even after a load.
+    # FSDP2's stage 3 prefetches weights for a backward, and the next forward uses the prefetched weights even after a
+    # load.
     "interrupted_load": ProgramTemplate(
         ("xb load",),
         "sgd",
@@ -166,8 +167,8 @@ CHANGING_TEMPLATES = {
     ),
 }
 
-# For the exact models that a mesh splits. At FSDP2's stage 2 a forward without gradients between the backward and the
-# step keeps old weights, which training.any_order-evaluated shows, so that there is none here.
+# For the exact models that a mesh splits. These templates have no forward without gradients between a backward and a
+# step: at FSDP2's stage 2 such a forward keeps old weights, which training.any_order-evaluated shows.
 MESH_TEMPLATES = {
     "steps": ProgramTemplate(
         ("v f:few,kw b:unseen s", "f v b:scale,other l s", "f:kw b z", "idle", "e"),
@@ -199,7 +200,8 @@ MESH_TEMPLATES = {
         closing="f b l s v",
     ),
 }
-# For the model whose parameters are all in the plan of tp: torch clips no others together with these.
+# For the model whose parameters are all in the plan of tp: torch cannot clip parameters outside the plan together with
+# parameters in the plan.
 CLIPPED_TEMPLATES = {
     "": ProgramTemplate(
         ("n e f:few b s", "f b z", "f b v f:few b:unseen s", "load"),
@@ -215,8 +217,8 @@ CLIPPED_TEMPLATES = {
 def without_other_sizes(templates: Mapping[str, ProgramTemplate]) -> dict[str, ProgramTemplate]:
     """Return ``templates`` without micro-batches of another number of tokens on each rank.
 
-    DeepSpeed's experts stall in them (DeepSpeed#6809). On cp a mean over a number that is no power of two is rounded in
-    each part of a sequence.
+    DeepSpeed's experts hang in such micro-batches (DeepSpeed#6809). On cp a mean over a number of tokens that is no
+    power of two is rounded in each part of a sequence.
     """
     return {
         name: replace(

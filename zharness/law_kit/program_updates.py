@@ -55,7 +55,7 @@ def judge_parameter_updates(
             continue
         steps = step_counts.by_parameter.get(name, 0)
         previous = dict(old_state.get(name, {})) | {"step": torch.tensor(float(steps))}
-        # Before the first step torch.optim has no state; an engine may have zeros already.
+        # Before the first step torch.optim has no state, but an engine may already have state of zeros.
         moments = previous if steps else {"step": previous["step"]}
         expected, wanted = replay_step(
             spec.name, weight, grads[name], moments, step_hyperparameters(spec, name, step_counts.steps)
@@ -88,7 +88,8 @@ def compare_edit(ctx: JudgeContext, name: str, value: float, weights_version: in
         for other, weight in before.items():
             expected = weight
             if other == name:
-                # The edit does not change an element that already had this value: its master may stay unrounded.
+                # The edit does not change an element that already had this value, so the element's master may stay
+                # unrounded.
                 computed = ctx.rank_records("params", versions[0])[rank][other]
                 stayed = (computed == value) & (after[other] == weight)
                 expected = weight.where(stayed, value)

@@ -88,13 +88,13 @@ def run_on_rank_0(action: Callable[[], Any]) -> None:
 def load_raises(load: Callable[[], None]) -> Tensor:
     """Return 1 if ``load`` raises an exception, and otherwise 0.
 
-    A NotImplementedError is raised again: a method that is not written refuses nothing.
+    A NotImplementedError is raised again, because a method that is not implemented does not refuse a checkpoint.
     """
     try:
         load()
     except NotImplementedError:
         raise
-    except Exception:  # noqa: BLE001 - whatever an engine raises is a refusal
+    except Exception:  # noqa: BLE001 - an exception of any type is a refusal
         return torch.tensor(1.0)
     return torch.tensor(0.0)
 

@@ -87,7 +87,7 @@ class RankContext:
 
     @property
     def data_coordinate(self) -> int:
-        """The number of the micro-batch that this rank gets; ranks of one tp group share it."""
+        """The number of the micro-batch that this rank gets; ranks that differ only along tp, cp or pp share one."""
         return self.config.mesh.data_coordinate(self.rank, self.world_size)
 
     def build_engine(self, **overrides: Any) -> Engine:
@@ -107,14 +107,20 @@ class RankContext:
         return self._construct(model, InitialValues.FROM_RANK_0, overrides)
 
     def _construct(self, model: nn.Module, values: InitialValues, overrides: dict[str, Any]) -> Engine:
-        """Build a new engine around ``model``, and record its layout and the conditions of the process."""
+        """Build a new engine around ``model``, and keep its layout and the conditions of the process for ``finish``.
+
+        Both replace those of an engine that the law built before, so the evidence describes the last engine only. Notes
+        of a record use the conditions, and no verdict depends on them. The layout names the owner of a wrong element.
+        If a law builds engines with different layouts, the named owner is that of the last layout, and the law's judge
+        must not read the layout (``judge_meshes`` in zharness/laws/mesh_state.py removes it).
+        """
         if not any(parameter.is_meta for parameter in model.parameters()):
             model = model.to(self.device)
         options = merge_options(self.config.options, overrides.pop("options", {}))
         engine, self._layout = construct_engine(
             self._factory, model, replace(self.config, options=options, **overrides), values
         )
-        # Read while the engine lives: it may undo its changes to the process when it is closed.
+        # Read the conditions while the engine is open: a closed engine may have undone its changes to the process.
         self._contamination = read_process_conditions()
         return engine
 
@@ -204,7 +210,7 @@ class RankContext:
         return tuple(owner for owner, feature in features.items() if self.capabilities.refusal(feature) is None)
 
     def finish(self, nondeterministic: Sequence[str] = ()) -> None:
-        """Write the layout and the process conditions to this rank's evidence file, and close the file.
+        """Write the last engine's layout and the process conditions to this rank's evidence file, and close the file.
 
         ``nondeterministic`` are the operators that ran without a deterministic algorithm.
         """

@@ -16,7 +16,7 @@ from zharness.parity.compare import check_names
 
 STALE_FORWARD_HINT = "the forward used the weights from before"
 EXCEPT_VECTORS = ", except vectors"  # appended to STALE_FORWARD_HINT: an engine may leave vectors unsharded
-OUTSIDE_ALONE = ", of parameters outside of submodules alone"  # likewise: a unit of sharding is a submodule
+OUTSIDE_ALONE = ", of parameters outside of submodules alone"  # appended too: an engine may shard by submodules
 ROUNDED_WEIGHT_HINT = "it is the initial weight, rounded"
 LATE_REPORT_HINT = "the forward used weights that the engine reported only at"
 
@@ -24,7 +24,7 @@ LATE_REPORT_HINT = "the forward used weights that the engine reported only at"
 def compare_initial_weights(ctx: JudgeContext) -> Iterator[Comparison]:
     """Check that the weights that the engine reports before training equal the model's initial weights.
 
-    A mismatch says so if the engine rounded the weight to the cell's dtype.
+    If the engine rounded the weight to the cell's dtype, the hint of the mismatch says so.
     """
     wanted = dict(ctx.baseline.build_module().named_parameters())
     record = ctx.rank_records("params", 0)[0]
@@ -40,7 +40,7 @@ def compare_forward(
 ) -> Iterator[Comparison]:
     """Compare the losses with those that the baseline computes from the weights that the engine reports.
 
-    A wrong loss may equal the loss at the weights before the last step; the mismatch is then attributed to the gather
+    If a wrong loss equals the loss with the weights from before the last step, the mismatch is attributed to the gather
     of weights. ``micro`` is the number of the micro-batch; if it is None, the number is ``step``.
     """
     micro_step = step if micro is None else micro
@@ -54,8 +54,8 @@ def compare_forward(
 def blame_stale_weights(ctx: JudgeContext, step: int, micro: int, mismatch: Mismatch) -> Mismatch:
     """Attribute a mismatch to the gather of weights if the loss was computed from the weights of another step.
 
-    These are the weights before the last step, all of them or all but the vectors, or those that the engine reported
-    only at the next step.
+    The other weights are the weights before the last step (all of them, or all except the vectors), or the weights that
+    the engine reported only at the next step.
     """
     recorded = {snapshot.step for snapshot in ctx.evidence[0].snapshots if snapshot.label == "params"}
     candidates = (
@@ -72,7 +72,7 @@ def blame_stale_weights(ctx: JudgeContext, step: int, micro: int, mismatch: Mism
 
 
 def matches_plain_loss(ctx: JudgeContext, micro: int, mismatch: Mismatch, params: Mapping[str, Tensor] | None) -> bool:
-    """Return whether the loss of ``mismatch`` is that of plain PyTorch with ``params``, with or without gradients.
+    """Return whether the wrong loss equals plain PyTorch's loss with ``params``, computed with or without gradients.
 
     If ``params`` is None, these are the initial weights.
     """
@@ -91,7 +91,7 @@ def replace_vectors(weights: Mapping[str, Tensor], vectors: Mapping[str, Tensor]
 def mix_old_weights(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     """Return weights of which all, all but the vectors, or those outside of submodules are ``old``.
 
-    The keys are what a hint appends.
+    The keys are the texts that a hint appends.
     """
     own = {name: weight for name, weight in old.items() if "." not in name}
     return {"": dict(old), EXCEPT_VECTORS: replace_vectors(old, new), OUTSIDE_ALONE: {**new, **own}}

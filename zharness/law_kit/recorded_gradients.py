@@ -23,7 +23,7 @@ def record_gradients(module: nn.Module) -> dict[str, list[list[Tensor]]]:
     def save_gradient(name: str, grad: Tensor) -> None:
         """Append the gradient that one backward computed for the parameter ``name``.
 
-        A batch of gradients comes from autograd.grad, and is added to no gradient.
+        A batch of gradients comes from autograd.grad; it is ignored, because autograd adds it to no ``.grad``.
         """
         if not torch_private.is_legacy_batched(grad):
             recorded.setdefault(name, []).append(split_gradient(grad))

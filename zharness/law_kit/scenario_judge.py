@@ -25,8 +25,8 @@ DISCARDED_GRADS_KEPT_HINT = "the sum with the gradients that zero_grad() discard
 ZERO_GRADIENT_HINT = "it is 0 x the right gradient"
 AS_EVERY_GRADIENT = ", as is every other gradient"
 MAX_TERMS = 8  # of a sum; the hint about terms tries each subset of them
-# The hint about terms allows an engine this many roundings, each one eps of the largest element: of a term that it
-# reduces, of the sum over terms, of the scale, and of the quotient by ranks.
+# The hint about terms allows an engine this many roundings, each of one eps of the largest element: a reduced term, the
+# sum over terms, the multiplication by the scale, and the division by the ranks.
 ROUNDINGS = 4
 OLD_GRADIENT_KEPT_HINT = "it is the gradient from before zero_grad()"
 REDUCED_AGAIN_HINT = "each end of a backward reduced again what the earlier ones had left"
@@ -82,9 +82,9 @@ def judge_after_effects(
 
 
 def hint_old_gradient(ctx: JudgeContext, comparison: Comparison, engine_index: int) -> Comparison:
-    """Add a hint to a mismatch after the scenario if the gradient is the one that the scenario left.
+    """Add a hint to a mismatch after the scenario if the gradient equals the gradient that the scenario left.
 
-    A hint that names a cause is kept.
+    If the mismatch already has a hint that names a cause, this hint is kept.
     """
     mismatch = comparison.mismatch
     if mismatch is None or not is_unexplained(mismatch):
@@ -104,10 +104,10 @@ def hint_counted_term(
     engine_index: int,
     scale: float,
 ) -> Comparison:
-    """Add a hint to an unexplained mismatch of a gradient in which some terms of the sum count another number of times.
+    """Add a hint to an unexplained mismatch of a gradient in which some terms of the sum count more or less than once.
 
-    The hint of a gradient that is zero says whether all of them are.
-    ``rank_grads`` are the gradients of each rank, and ``backward_grads`` the terms that each of its backwards added.
+    The hint of a gradient that is zero says whether all gradients are zero. ``rank_grads`` are the gradients of each
+    rank, and ``backward_grads`` are the terms that each backward of the rank added.
     """
     mismatch = comparison.mismatch
     if mismatch is not None and mismatch.hint == ZERO_GRADIENT_HINT:
@@ -138,10 +138,10 @@ def hint_counted_term(
 
 
 def describe_counted_terms(found: Tensor, right: Tensor, terms: Sequence[Tensor]) -> str:
-    """Return a hint that says how often each of ``terms`` counts in ``found``; '' if ``found`` is not a sum of them.
+    """Return a hint that says how often each of ``terms`` counts in ``found``, or '' if ``found`` is not such a sum.
 
-    Each counts once in ``right``. All tensors are float64. Nothing is said of an error that rounding explains, nor of
-    a term with one element, of which every error is a multiple.
+    Each term counts once in ``right``. All tensors are float64. The result is '' if rounding explains the error. A term
+    with one element gives no hint, because every error is a multiple of such a term.
     """
     if len(terms) > MAX_TERMS or not all(bool(tensor.isfinite().all()) for tensor in (found, *terms)):
         return ""
@@ -166,12 +166,12 @@ def reduce_at_each_end(
     factor: float,
     micro_batch_count: int,
 ) -> Tensor:
-    """Return the flat gradient of an engine that adds, at each end of a backward, its buffer reduced over ranks.
+    """Return the flat gradient of an engine that reduces its buffer over ranks, and adds it, at each end of a backward.
 
-    ``rank_terms`` has for each rank the term of each backward, and ``factor`` multiplies sums over ranks. What is
-    reduced stays in the part of the buffer that a rank owns (``owned`` has ranks, starts and stops), what is not in the
-    rest, so that the next end of the same micro-batch reduces both again. Each micro-batch has equally many ends; if
-    they do not, the gradient is zero.
+    ``rank_terms`` has for each rank the term of each backward, and ``factor`` multiplies sums over ranks. After a
+    reduction, the part of the buffer that a rank owns holds the reduced gradient, and the rest still holds the
+    unreduced gradient. ``owned`` has the rank, start and stop of each part. So the next end of the same micro-batch
+    reduces both again. Each micro-batch has the same number of ends; otherwise the gradient is zero.
     """
     buffers = [torch.zeros(terms[0].numel(), dtype=torch.float64) for terms in rank_terms if terms]
     total = torch.zeros_like(buffers[0]) if buffers else torch.zeros(0)
@@ -192,12 +192,12 @@ def reduce_at_each_end(
 def reduce_on_copies(
     rank_terms: Sequence[Sequence[Tensor]], owned: Sequence[tuple[int, int, int]], factor: float, copies: int
 ) -> Tensor:
-    """Return the flat gradient of an engine each of whose reductions sums over the copies what earlier ones added.
+    """Return the flat gradient of an engine in which each reduction sums earlier results over the copies again.
 
-    Arguments are those of ``reduce_at_each_end``, for ranks of several copies of shards and one micro-batch, and
-    ``factor`` multiplies the whole buffer before each reduction. There are two reductions at each end of a backward
-    inside a forward: of the term, and of what is left in the buffer, which is something at the first end alone. The end
-    of the caller's backward makes one more.
+    The arguments are those of ``reduce_at_each_end``, for one micro-batch and ranks that have several copies of the
+    shards. ``factor`` multiplies the whole buffer before each reduction. Each end of a backward inside a forward makes
+    two reductions: first the term, then the rest of the buffer, which is zero except at the first end. The end of the
+    caller's backward makes one more reduction.
     """
     if not all(rank_terms):
         return torch.zeros(0)
@@ -210,7 +210,7 @@ def reduce_on_copies(
         of_copy = range(rank // shards * shards, (rank // shards + 1) * shards)
         left[rank] = left[rank].clone()
         left[rank][start:stop] = torch.stack([scaled[other][start:stop] for other in of_copy]).sum(dim=0)
-    total = torch.zeros_like(first[0])  # which all copies have
+    total = torch.zeros_like(first[0])  # equal on all copies
     for buffers in (first, left, *(each for terms in later for each in (terms, nothing)), nothing):
         total = copies * total + factor * torch.stack(buffers).sum(dim=0)
     return total
@@ -229,7 +229,7 @@ def group_equal_terms(terms: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def fit_multiple(error: Tensor, term: Tensor, rounding: float) -> float | None:
-    """Return the factor by which ``error`` is a multiple of ``term``, up to ``rounding``, or None if it is none."""
+    """Return the factor f for which ``error`` is f times ``term``, up to ``rounding``, or None if there is none."""
     if int(term.count_nonzero()) < 2:
         return None
     factor = float((error * term).sum() / (term * term).sum())
@@ -239,7 +239,7 @@ def fit_multiple(error: Tensor, term: Tensor, rounding: float) -> float | None:
 def fit_factors(error: Tensor, terms: Sequence[Tensor], rounding: float) -> list[float]:
     """Return the factors by which ``error`` is a sum of several ``terms``, up to ``rounding``.
 
-    The list is empty if ``error`` is no such sum, or if terms that depend on each other leave the factors open.
+    The list is empty if ``error`` is no such sum, or if linearly dependent terms do not determine the factors.
     """
     if len(terms) < 2:
         return []
@@ -279,8 +279,9 @@ def make_backward_suspects(
 ) -> Mapping[str, Sequence[Sequence[LocalResult]]]:
     """Return the gradients of four wrong engines.
 
-    One keeps only the last backward's gradients, and one drops them. Two also have gradients that ``zero_grad``
-    discarded: all of them, or the last alone, as of a backward that raised.
+    The first engine keeps only the last backward's gradients, and the second engine drops these gradients. The other
+    two also keep gradients that ``zero_grad`` discarded: all of them, or only the last one, as after a backward that
+    raised.
     """
     alone, without = [], []
     for result in results:
@@ -288,7 +289,7 @@ def make_backward_suspects(
         grads = result.grads[engine_index]
         alone.append(LocalResult(torch.zeros(()), last))
         earlier = {name: scale * grad - last[name] for name, grad in grads.items() if name in last}
-        # Zeros are left if only one backward reached a parameter: then none of several was dropped.
+        # The gradient is zero if only one backward reached a parameter; such a parameter gives no evidence.
         without.append(LocalResult(torch.zeros(()), {name: grad for name, grad in earlier.items() if bool(grad.any())}))
     return {
         "the gradient of the last backward alone": [alone],
@@ -303,7 +304,7 @@ def sum_backwards(
 ) -> list[LocalResult]:
     """Return, for each rank, the sum of the ``last`` backwards of each parameter, or of all of them if ``last`` is 0.
 
-    Parameters of which no rank's ``zero_grad`` discarded a gradient are left out, as their sums are right.
+    A parameter is left out if no rank's ``zero_grad`` discarded a gradient of it, because its sum is right.
     """
     rank_sums = [
         {

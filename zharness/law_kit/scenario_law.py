@@ -34,7 +34,7 @@ def scenario_law(
         kept_because=kept_because,
         features=features,
         variants=variants,
-        dtypes=("fp32",),  # its models mix dtypes of their own, and their sums need more bits than a narrow dtype has
+        dtypes=("fp32",),  # the models mix dtypes of their own, and their sums need more bits than narrow dtypes have
         steps=LawSteps(scenario.script, StepsKind.SCENARIO, scenario),
         setting_support=scenario.setting_support,
         mesh_support=mesh_support,

@@ -168,7 +168,7 @@ def make_scenario_observer(scenario: Scenario) -> Callable[[RankContext], None]:
             )
             for _ in range(scenario.engine_count)
         ]
-        # The engine's own claims, which an option may have changed.
+        # These are the engine's own claims: an option may have changed the claims of the registry.
         refused = engines[0].capabilities.refusal(Feature.NO_GRADIENT) is not None
         zeros = scenario.unused_grads is UnusedGrads.NONE_IF_CLAIMED and refused
         ctx.record("setting", {"divisor": torch.tensor(divisor), "zeros": torch.tensor(zeros)})

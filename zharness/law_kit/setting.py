@@ -50,8 +50,9 @@ class SettingSupport(Enum):
 class Setting:
     """The engine options that a cell sets, its accumulation window, and the way in which it calls backward.
 
-    ``accumulation_steps`` is the number of micro-batches in the accumulation window. ``owner`` is who divides the
-    losses and ends the accumulation window, the engine or its caller; it matters only for more than one micro-batch.
+    ``accumulation_steps`` is the number of micro-batches in the accumulation window. ``owner``, the engine or its
+    caller, divides the losses and ends the accumulation window; it matters only if the window has more than one
+    micro-batch.
     """
 
     options: tuple[str, ...] = ()
@@ -113,7 +114,7 @@ class Setting:
         return owner + call
 
     def has_direct_backwards(self, support: SettingSupport) -> bool:
-        """Return whether an engine owns the window, and backward is called without the engine."""
+        """Return whether the engine owns the window although the law calls backward without the engine."""
         is_own_call = support is SettingSupport.WINDOWS or self.backward_call is BackwardCall.TENSOR
         return self.accumulation_steps > 1 and self.owner is AccumulationOwner.ENGINE and is_own_call
 

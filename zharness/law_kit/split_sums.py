@@ -1,4 +1,4 @@
-"""Compare gradients at weights that are no integers on tp, which adds up sums of a local gradient in parts."""
+"""Compare gradients at weights that are no integers on tp, where ranks add up a local gradient in parts."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from zharness.parity.certificate import certify_exactness
 
 
 def splits_sums(ctx: JudgeContext) -> bool:
-    """Return whether the sums of the cell's model are added up in parts and rounded, so that no bound of them holds."""
+    """Return whether tp adds up sums of the cell's model in parts and rounds them, so that no bound of them holds."""
     return TENSOR in ctx.mesh.axes and not ctx.baseline.spec.exact
 
 
 def require_exact_sums(ctx: JudgeContext, micro_batches: range, params: Mapping[str, Tensor]) -> bool:
-    """Return whether tp may add up the sums of an exact model in parts, as none is rounded at the weights ``params``.
+    """Return whether tp may add up sums of an exact model in parts, because no sum is rounded with weights ``params``.
 
-    Without tp nothing is certified. Raises RoundedScenarioError if a sum of ``micro_batches`` is rounded in float32.
+    Without tp, and for a model with random weights, the result is False. Raises RoundedScenarioError if a sum of
+    ``micro_batches`` is rounded in float32.
     """
     if TENSOR not in ctx.mesh.axes or splits_sums(ctx):
         return False
@@ -39,19 +40,19 @@ def require_exact_sums(ctx: JudgeContext, micro_batches: range, params: Mapping[
 def compare_split_grads(
     ctx: JudgeContext, label: str, step: int = 0, params: Mapping[str, Tensor] | None = None
 ) -> Iterator[Comparison]:
-    """Compare the reduced gradients of a micro-batch by tier C with float64, and those of all ranks with each other.
+    """Compare a micro-batch's reduced gradients with float64 by tier C, and the gradients of all ranks with each other.
 
-    ``params`` are the weights of the step (None: the initial ones).
+    ``params`` are the weights of the step (None: the initial weights).
     """
     yield from compare_with_oracle(ctx, label, step, calibrate_mean_at(params, ctx.baseline, ctx.data_size, step))
 
 
 @dataclass(frozen=True)
 class SplitBatches:
-    """What the gradients of several batches have to be: ``scale`` times the mean over their micro-batches.
+    """The expected gradients of several batches: ``scale`` times the mean over their micro-batches.
 
-    ``factors`` maps the number of each micro-batch to the factor of its loss. ``params`` are the weights of all of them
-    (None: the initial ones), and ``frozen`` the names of weights without a gradient.
+    ``factors`` maps the number of each micro-batch to the factor of its loss. ``params`` are the weights of all
+    micro-batches (None: the initial weights), and ``frozen`` has the names of weights without a gradient.
     """
 
     factors: Mapping[int, float]
@@ -61,7 +62,7 @@ class SplitBatches:
 
 
 def compare_split_batches(ctx: JudgeContext, label: str, step: int, batches: SplitBatches) -> Iterator[Comparison]:
-    """Compare the gradients that were recorded at ``step`` by tier C, and those of all ranks with each other."""
+    """Compare the gradients recorded at ``step`` by tier C, and the gradients of all ranks with each other."""
     ranks = range(ctx.data_size)
     terms = [MeanTerm(rank, micro, factor) for micro, factor in batches.factors.items() for rank in ranks]
     calibrated = calibrate_sum(batches.params, ctx.baseline, terms, batches.scale, batches.frozen)
@@ -69,7 +70,7 @@ def compare_split_batches(ctx: JudgeContext, label: str, step: int, batches: Spl
 
 
 def compare_with_oracle(ctx: JudgeContext, label: str, step: int, calibrated: Calibration) -> Iterator[Comparison]:
-    """Compare reduced gradients with the float64 ones of ``calibrated``, and those of all ranks with each other."""
+    """Compare reduced gradients with the float64 gradients of ``calibrated``, and compare all ranks with each other."""
     rank_grads = ctx.rank_records(label, step)
     ctx.check_gradient_names(calibrated.oracle.keys(), rank_grads[0])
     grads = {name: rank_grads[0][name].double() for name in calibrated.oracle}

@@ -1,4 +1,4 @@
-"""Judge which ranks of a pipeline own each weight: those of its stages in the plan, along every other axis."""
+"""Judge which ranks of a pipeline own each weight: the ranks of its stages in the plan, along every other axis."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def get_stage(ctx: JudgeContext, rank: int) -> int:
 
 
 def judge_owners_of_stages(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Check that a weight lies on the stages of its modules in the plan, and there along every other axis as it has to.
+    """Check that each weight is on the stages of its modules in the plan, and that the right ranks of a stage own it.
 
-    A weight lies on one coordinate of pp, or, if several modules of the plan have it, on one for each of them at most.
-    Each of its elements lies on all of these.
+    A weight is on one coordinate of pp. If several modules of the plan have the weight, it is on at most one coordinate
+    for each module, and each of its elements is on all of these coordinates.
     """
     weights = ctx.rank_records("weights")[0]
     uses = list_uses(ctx)
@@ -65,14 +65,15 @@ def list_uses(ctx: JudgeContext) -> Mapping[str, Sequence[int]]:
 def judge_owners_along_stages(ctx: JudgeContext, name: str, tensor: Tensor, along: int) -> Iterator[Comparison]:
     """Check the owners of a weight that lies on ``along`` coordinates of pp.
 
-    At stage 0 its ranks have copies or shards, as the engine claims: ``layout()`` alone cannot tell which are right.
+    At ZeRO stage 0 the ranks have copies or shards; the engine's claim says which, because ``layout()`` alone cannot
+    tell which is right.
     """
     stage = int(ctx.rank_records("stage")[0]["stage"])
     claimed = int(stage > 0 or claims_shards(ctx))
     spans = [list_owned_spans(ctx, rank, name, tensor.numel()) for rank in range(ctx.world_size)]
 
     def judge(zero_stage: int) -> Iterator[Comparison]:
-        """Check the owners against those of copies at stage 0, and of shards at stage 1."""
+        """Compare the owners with the owners of copies (``zero_stage`` 0) or of shards (``zero_stage`` 1)."""
         counts = {**count_owners(ctx, zero_stage, name, tensor.shape), PIPELINE: along}
         return judge_owners(ctx, name, tensor.numel(), spans, counts)
 
@@ -84,17 +85,17 @@ def judge_owners_along_stages(ctx: JudgeContext, name: str, tensor: Tensor, alon
 
 
 def claims_shards(ctx: JudgeContext) -> bool:
-    """Return whether the engine claims that the ranks of a stage have shards of its weights at stage 0, too."""
+    """Return whether the engine claims that the ranks of a pipeline stage have shards even at ZeRO stage 0."""
     return any(DTYPES[name] is ctx.dtype for name in ctx.claims.sharded_dtypes)
 
 
 def judge_order(
     ctx: JudgeContext, uses: Mapping[str, Sequence[int]], stages: Mapping[str, set[int]]
 ) -> Iterator[Comparison]:
-    """Check that the first stage of each coordinate of pp follows in the plan that of the coordinate before it.
+    """Check that in the plan, each pp coordinate's first stage follows the first stage of the coordinate before it.
 
-    A weight with one use tells where its module is. A tied one may be listed where its first use is, where its last one
-    is, or on both. So a module of tied weights alone may be the first one of the next coordinate.
+    A weight with one use tells where its module is. A tied weight may be listed at its first use, at its last use, or
+    at both. So a module that has only tied weights may be the first module of the next coordinate.
     """
     places, reached = place_modules(uses, stages), -1
     for index in range(len(ctx.baseline.spec.pp_plan)):
@@ -108,7 +109,7 @@ def judge_order(
 def judge_modules(
     ctx: JudgeContext, uses: Mapping[str, Sequence[int]], stages: Mapping[str, set[int]]
 ) -> Iterator[Comparison]:
-    """Check that a weight lies on no other coordinates of pp than its modules, as far as other weights place these."""
+    """Check that a weight is only on pp coordinates where its modules are, as far as other weights locate them."""
     places = place_modules(uses, stages)
     for name, found in stages.items():
         own = {places[index][1] for index in uses[name] if index in places}
@@ -119,7 +120,7 @@ def judge_modules(
 
 
 def place_modules(uses: Mapping[str, Sequence[int]], stages: Mapping[str, set[int]]) -> Mapping[int, tuple[str, int]]:
-    """Return the first weight with one use of each module of the plan, by its index, and where on pp this weight is."""
+    """Return, by the index of a module of the plan, its first weight with one use and the weight's coordinate on pp."""
     places: dict[int, tuple[str, int]] = {}
     for name, indices in uses.items():
         if len(indices) == 1 and stages[name]:

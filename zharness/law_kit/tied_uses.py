@@ -28,9 +28,9 @@ def compute_use_means(
     params: Mapping[str, Tensor] | None = None,
     data_ranks: Sequence[int] | None = None,
 ) -> list[Tensor]:
-    """Return the gradients of each use of a weight on the micro-batches ``steps``, stacked; means over data ranks.
+    """Return, for each use of a weight, its mean gradients over data ranks, stacked over the micro-batches ``steps``.
 
-    ``params`` are the weights (None: the initial ones), and ``data_ranks`` the data ranks (None: all).
+    ``params`` are the weights (None: the initial weights), and ``data_ranks`` are the data ranks (None: all).
     """
     ranks = range(baseline.data_size) if data_ranks is None else data_ranks
     return average_uses(baseline, name, [[baseline.batch(rank, step) for rank in ranks] for step in steps], params)
@@ -39,7 +39,7 @@ def compute_use_means(
 def average_uses(
     baseline: Baseline, name: str, rows: Iterable[Sequence[Batch]], params: Mapping[str, Tensor] | None = None
 ) -> list[Tensor]:
-    """Return the gradients of each use of a weight, stacked over ``rows``; means over the batches of each of these."""
+    """Return, for each use of a weight, its mean gradients over the batches of a row, stacked over ``rows``."""
     means = []
     for row in rows:
         grads = []

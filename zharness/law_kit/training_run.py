@@ -114,7 +114,7 @@ def total_norm_and_bound(
     """Return the 2-norm of all elements of ``grads`` in float64, and a bound on the error of an engine's norm.
 
     An engine is assumed to sum the squares of each gradient in float32 or a wider dtype of its own, so that a float32
-    gradient beside float64 ones rounds in float32. ``dtypes`` are by default the dtypes of the gradients. A sum of so
+    gradient beside float64 ones rounds in float32. ``dtypes`` are by default the dtypes of the gradients. A sum of this
     many squares in bf16 would have no rounding bound.
     """
     norm = total_norm(grads)

@@ -157,17 +157,17 @@ def hint_old_weights(
     label: str,
     result: WindowResult,
 ) -> Comparison:
-    """Add a hint to the mismatch of a weight if the first micro-batch of its window used the weights from before it.
+    """Add a hint to the mismatch of a weight if the window's first micro-batch used weights from before the window.
 
-    All of them may be old, or some. ``result`` is the window with the right weights, and ``label`` that of the weights
-    before each window.
+    All weights may be old, or some. ``result`` is the result of the window with the right weights, and ``label`` is the
+    label of the weights that were recorded before each window.
     """
     mismatch = comparison.mismatch
     assert mismatch is not None
     window, name = mismatch.step, mismatch.parameter
     old, new = (ctx.rank_records(label, at)[0] for at in (window - 1, window))
     before, after = (ctx.rank_records(label, at)[mismatch.seen_on][name].double() for at in (window, window + 1))
-    if torch.equal(before, after):  # no step moved it; a gradient of 0 from old weights would be a coincidence
+    if torch.equal(before, after):  # no step moved the weight; a gradient of 0 from old weights would be a coincidence
         return comparison
     for suffix, weights in mix_old_weights(old, new).items():
         mixed = WindowResult([plain.run_window(window, weights).grads[0], *result.grads[1:]], result.values)
@@ -183,7 +183,8 @@ def hint_wrong_script(
 ) -> Comparison:
     """Add a hint to the mismatch of a weight if the step used the gradients of one of the scenario's wrong scripts.
 
-    ``label`` is that of the weights before each window, and ``is_exact`` says that no engine rounds their gradients.
+    ``label`` is the label of the weights that were recorded before each window. ``is_exact`` says that no engine rounds
+    the gradients.
     """
     mismatch = comparison.mismatch
     assert mismatch is not None
@@ -198,7 +199,7 @@ def hint_wrong_script(
 
 
 def require_exact(result: WindowResult, wide: WindowResult, window: int) -> None:
-    """Raise RoundedScenarioError if ``result`` and ``wide`` differ: some number in this window is then rounded."""
+    """Raise RoundedScenarioError if ``result`` and ``wide`` differ, because a number in this window is then rounded."""
     for narrow_tensor, wide_tensor in zip(result.tensors(), wide.tensors(), strict=True):
         differs = narrow_tensor.double() != wide_tensor.double()
         if bool((differs & ~(narrow_tensor.isnan() & wide_tensor.isnan())).any()):
@@ -215,7 +216,7 @@ def reduce_grads(ctx: JudgeContext, scenario: WindowScenario, result: WindowResu
     grads = ctx.compute_expected_grads(micros, scale, {})
     if not is_exact:
         return grads
-    # The sums first: a quotient by a world size of three would round.
+    # Sum before dividing: a quotient by a world size of three would round.
     terms = ctx.data_size * scenario.divisor
     means = {name: sum_terms(name, result) / terms for name in grads}
     return {name: BoundedTensor(mean, torch.zeros_like(mean), ctx.dtype) for name, mean in means.items()}
@@ -243,7 +244,7 @@ def compute_updates(
     weights: Mapping[str, Tensor],
     momentum: dict[str, BoundedTensor],
 ) -> BoundedGrads:
-    """Return what a step of SGD with a learning rate of 1 subtracts from each weight that has a gradient.
+    """Return the update that SGD with a learning rate of 1 subtracts from each weight that has a gradient.
 
     ``momentum`` is the momentum of each weight that a step has moved; this function updates it.
     """
@@ -282,7 +283,7 @@ def hint_norm_of_window(
     window: int,
     result: WindowResult,
 ) -> Comparison:
-    """Add to a mismatch of a clipped window the wrong norm by which clipping explains it, if the step has no memory."""
+    """Add to a mismatch of a clipped window the wrong norm that explains it, if the optimizer has no momentum."""
     if scenario.clip is None or scenario.momentum or comparison.mismatch is None:
         return comparison
     before = ctx.rank_records(label, window)[0]
@@ -334,7 +335,7 @@ def compare_weight(place: TensorLocation, before: Tensor, after: Tensor, grad: B
 def hint_own_gradients(
     comparison: Comparison, place: TensorLocation, update: Tensor, owned: Sequence[Tensor | None]
 ) -> Comparison:
-    """Add a hint to an unexplained mismatch of a weight if each rank moved its pieces by its own gradient alone.
+    """Add a hint to an unexplained mismatch of a weight if each rank moved its pieces by its own unreduced gradient.
 
     ``owned`` has for each piece of ``place`` the gradient of the rank that owns it, or None if the rank has none and
     must not have moved the piece. One factor, at most 1, has to explain all pieces of ``update``.

@@ -24,7 +24,7 @@ def window_law(
 ) -> Law:
     """Build the law ``name``, with one variant for each scenario in ``scenarios``.
 
-    Sums of integers over several windows need more bits than the dtypes other than fp32 have.
+    Sums of integers over several windows need more bits than bf16 and fp16 have.
     """
     return Law(
         name=name,

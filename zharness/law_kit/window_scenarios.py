@@ -33,17 +33,22 @@ WindowScript = Callable[[Participant, int, int], NamedTensors | None]
 class WindowScenario:
     """A script of several accumulation windows, with its settings.
 
-    ``train(participant, window, micro)`` runs forward and backward of micro-batch ``micro`` of window ``window``; it
-    may return values, which must be bitwise equal to plain PyTorch's. ``before_step(participant, window)`` runs after
-    the last micro-batch of a window, and ``after_step(participant, window)`` runs after the optimizer step.
-    ``is_uneven`` says that ranks may use different parameters. ``clip`` is the norm to which gradients are clipped, or
-    None. ``momentum``, ``weight_decay`` and ``groups`` are those of the optimizer; a group overrides nothing.
-    ``frozen_at_start`` names the submodules that are frozen when the engine is built. ``reads_inside`` says that all
-    full gradients are read after each micro-batch but the last of a window. ``backward_call`` is the call by which
-    ``backward`` of the engine's participant runs. ``in_no_sync`` says that all micro-batches of a window but the last
-    run inside the engine's ``no_sync``. ``wrong_scripts`` has, by hint, scripts whose gradients are those of wrong
-    engines. ``features`` are the features that the script needs beside those of its settings. If the engine owns the
-    accumulation, the script never calls ``zero_grad``, because the engine begins the next window itself.
+    - ``train(participant, window, micro)`` runs forward and backward of micro-batch ``micro`` of window ``window``. It
+      may return values, which must be bitwise equal to plain PyTorch's. If the engine owns the accumulation, the script
+      never calls ``zero_grad``, because the engine begins the next window itself.
+    - ``windows`` is the number of accumulation windows, and ``micro_batches`` the number of micro-batches in a window.
+    - ``owner``, the engine or its caller, owns the accumulation.
+    - ``is_uneven`` says that ranks may use different parameters.
+    - ``clip`` is the norm to which gradients are clipped, or None.
+    - ``momentum``, ``weight_decay`` and ``groups`` are those of the optimizer; a group overrides nothing.
+    - ``frozen_at_start`` names the submodules that are frozen when the engine is built.
+    - ``reads_inside`` says that all full gradients are read after each micro-batch of a window except the last.
+    - ``before_step(participant, window)`` runs after the last micro-batch of a window, and
+      ``after_step(participant, window)`` runs after the optimizer step.
+    - ``backward_call`` is the call by which ``backward`` of the engine's participant runs.
+    - ``in_no_sync`` says that all micro-batches of a window except the last run inside the engine's ``no_sync``.
+    - ``wrong_scripts`` maps a hint to a script that gives the gradients of a wrong engine.
+    - ``features`` are the features that the script needs in addition to the features of its settings.
     """
 
     train: WindowScript
@@ -93,7 +98,8 @@ def make_window_observer(scenarios: Mapping[str, WindowScenario]) -> Callable[[R
     def observe(ctx: RankContext) -> None:
         """Train every accumulation window, and record the weights before each window and after the last window."""
         scenario = scenarios[ctx.variant]
-        # A mean that the engine computes before it adds several backwards rounds, unless it divides by a power of two.
+        # If an engine computes a mean before it adds several backwards, the mean rounds unless the divisor is a power
+        # of two.
         exact = is_power_of_two(ctx.data_size) or not ctx.capabilities.scaled_sum
         ctx.record("setting", {"exact": scalar(exact)})
         engine = ctx.build_engine_around(

@@ -1,4 +1,4 @@
-"""Judge what ranks send: its dtype against the policy's, and its elements against a formula for each channel."""
+"""Judge what ranks send: compare its dtype with the policy's, and its elements with a formula for each channel."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NOTHING: Range = (0, 0)
 
 @dataclass(frozen=True, order=True)
 class Channel:
-    """What is sent along which axes, joined by commas; ``receiver`` is as in Sent."""
+    """The content that is sent and the axes along which it is sent, joined by commas; ``receiver`` is as in Sent."""
 
     content: str
     axes: str
@@ -47,7 +47,7 @@ def get_channel(message: Sent) -> Channel:
 
 
 def record_sent(ctx: RankContext, observer: CollectiveObserver, step: int) -> None:
-    """Record the elements that ``observer`` counted, by the name of their message."""
+    """Record the numbers of elements that ``observer`` counted, by the name of their message."""
     ctx.record("sent", {sent.name: scalar(elements) for sent, elements in sorted(observer.elements.items())}, step)
 
 
@@ -77,9 +77,9 @@ def judge_elements(
     step: int,
     explain: Explain = explain_nothing,
 ) -> Iterator[Comparison]:
-    """Compare the elements that a rank sent on each channel with its range; on a channel without one it sends none.
+    """Check that the number of elements sent on each channel is in its range, or is 0 if the channel has no range.
 
-    ``explain`` returns a hint to a number that is out of its range.
+    ``explain`` returns a hint for a number that is out of its range.
     """
     counts: Counter[Channel] = Counter()
     operators: defaultdict[Channel, set[str]] = defaultdict(set)
@@ -100,7 +100,7 @@ def judge_elements(
 
 @dataclass(frozen=True)
 class Activations:
-    """The elements of activations that a rank of tp sends in the forward, and in the backward, of modules."""
+    """The numbers of elements of activations that a rank of tp sends in the forward and in the backward of modules."""
 
     forward: int = 0
     backward: int = 0
@@ -117,9 +117,9 @@ class Activations:
 def measure_activations(
     model: nn.Module, batch: Batch, plan: Mapping[str, str], tensor_size: int
 ) -> dict[str, Activations]:
-    """Return, by module of ``plan``, the elements of activations that a rank of tp sends in forward and backward.
+    """Return, for each module of ``plan``, the elements of activations that a rank of tp sends in forward and backward.
 
-    The calls of modules are those of a forward of the plain ``model`` on ``batch``.
+    This function counts the calls of modules in a forward of the plain ``model`` on ``batch``.
     """
     elements = dict.fromkeys(plan, Activations())
 
@@ -137,9 +137,10 @@ def measure_activations(
 def count_elements_of_call(word: str, given: Tensor, output: Tensor, tensor_size: int) -> Activations:
     """Return the elements of activations that a rank of tp sends for one call of a layer.
 
-    ``word`` says how the plan splits the layer. A column-wise layer adds up the gradients of its input ``given``, and a
-    row-wise layer its outputs, or gathers the gradients of an input that it splits. Under sequence parallelism the same
-    tensors are gathered in the other direction. An input that needs no gradient has none to send.
+    ``word`` says how the plan splits the layer. A column-wise layer adds up the gradients of its input ``given``. A
+    row-wise layer adds up its outputs, and gathers the gradients of an input that it splits. Under sequence parallelism
+    the same tensors are also gathered in the other direction. For an input that requires no gradient, no gradient is
+    sent.
     """
     inputs, outputs = given.numel(), output.numel()
     if "colwise" in word:

@@ -56,7 +56,7 @@ def explain_mismatch(
     If no known fault gives these numbers, return ``Part.LOCAL_GRADIENT`` and an empty hint.
     """
     ranks_agree = all(torch.equal(rank_copies[0], copy) for copy in rank_copies[1:])
-    # Suspects are reduced gradients, so one that only some rank reports explains nothing.
+    # Suspects are reduced gradients, which all ranks report alike. If the ranks disagree, no suspect explains it.
     for what, losses in suspects.items() if ranks_agree else ():
         suspected = [term for row in losses for term in row]
         if suspected and is_close_to_mean(actual, suspected, len(losses), reduce_dtype):

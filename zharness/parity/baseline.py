@@ -28,7 +28,7 @@ LossWeighting = Callable[[Tensor, int], Tensor]  # (loss, rank) -> the tensor th
 
 
 class CastCache(Enum):
-    """The times at which torch.autocast casts a weight; the sum of the gradients rounds in the dtype of the sum."""
+    """When torch.autocast casts a weight. This decides in which dtype the gradients of the weight's uses are summed."""
 
     ONCE = "once for all uses, whose gradients are summed in the dtype of the cast"
     EACH_USE = "anew for each use, whose gradients are summed in the dtype of the weight"
@@ -38,7 +38,8 @@ class CastCache(Enum):
 class LocalResult:
     """The loss (a scalar) and the gradients of one rank's micro-batch, before they are reduced over ranks.
 
-    ``parts`` has what autograd added up, one after the other, to gradients of several parts, if it was recorded.
+    ``parts`` has, for each gradient that autograd added up from several parts, these parts in order. It is empty if the
+    parts were not recorded.
     """
 
     loss: Tensor
@@ -47,7 +48,7 @@ class LocalResult:
 
 
 def trained_dtype(own: torch.dtype, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which cells of ``dtype`` train a parameter whose dtype is ``own``: fp32 keeps float64."""
+    """Return the dtype in which cells of ``dtype`` train a parameter of dtype ``own``: fp32 cells keep float64."""
     return own if own is torch.float64 and dtype is torch.float32 else dtype
 
 
@@ -57,11 +58,10 @@ class Baseline:
 
     Batches, and parameters that require a gradient, are converted to ``dtype`` (``trained_dtype``). Backward runs on
     the loss times ``loss_scale``, and the gradients are then divided by ``loss_scale`` (in float32, unless the scale is
-    1).
-    ``autocast`` is the dtype of the ``torch.autocast`` context in which the forward runs; the loss is computed outside
-    of this context. ``autocast_backward`` is the dtype of the autocast context in which backward runs. None means that
-    autocast is off. ``cast_cache`` says when both contexts cast a weight. ``products`` says how the caller of every
-    method lets a GPU multiply (``multiply_with``).
+    1). ``autocast`` is the dtype of the ``torch.autocast`` context in which the forward runs; the loss is computed
+    outside of this context. ``autocast_backward`` is the dtype of the autocast context in which backward runs. None
+    means that autocast is off. ``cast_cache`` says when both contexts cast a weight. ``products`` says how a GPU
+    multiplies float32 numbers; the caller of a method sets this mode with ``multiply_with``.
     """
 
     spec: ModelSpec
@@ -86,7 +86,7 @@ class Baseline:
 
     @property
     def eps(self) -> float:
-        """Return the distance from 1 to the next larger factor of a product: that of ``dtype``, or of TF32."""
+        """Return the distance from 1 to the next larger factor that a product can have, in ``dtype`` or TF32."""
         own = torch.finfo(self.dtype).eps
         return max(own, self.products.eps) if self.dtype is torch.float32 else own
 
@@ -96,7 +96,7 @@ class Baseline:
         return self.data_size > 1 and is_joined_model(self.spec, self.seed)
 
     def run_ranks(self, run: Callable[[int], T]) -> list[T]:
-        """Return ``run(rank)`` for all ranks, in rank order; a SyncBatchNorm sees the rows of all of them."""
+        """Return ``run(rank)`` for all ranks, in rank order; a SyncBatchNorm sees the rows of all ranks."""
         if self.joins_ranks:
             return run_jointly([partial(run, rank) for rank in range(self.data_size)])
         return [run(rank) for rank in range(self.data_size)]

@@ -1,9 +1,9 @@
-"""Keep losses and gradients of plain PyTorch between runs, in files that are named by all that they depend on.
+"""Keep losses and gradients of plain PyTorch between runs, in files named by a digest of everything they depend on.
 
-The name of a file is a digest of the weights, buffers and attributes of the model, its hooks, the micro-batch, the
-arguments of the run, the source of this package and of every loaded module that is not installed, the installed
-packages with the digests of their files, and the processor. A file holds JSON and raw numbers, with a digest of both.
-Nothing in it is unpickled or executed, but its numbers are believed: use a folder that only your own runs write.
+A file's name is a digest of the weights, buffers and attributes of the model, its hooks, the micro-batch, the arguments
+of the run, the source of this package and of every loaded module that is not installed, the installed packages with the
+digests of their files, and the processor. A file holds JSON and raw numbers, with a digest of both. zharness unpickles
+and executes nothing in the file, but trusts its numbers: use a folder that only your own runs write.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class BaselineCache:
         path = self.folder / f"{key}{SUFFIX}"
         try:
             content = path.read_bytes()
-            os.utime(path)  # it has been used
+            os.utime(path)  # remove_old_entries keeps entries that were used
         except OSError:
             return None
         return decode(content)
@@ -158,7 +158,7 @@ def compute_key(spec: ModelSpec, model: nn.Module, batch: Batch, arguments: tupl
 
 
 def describe_attribute(value: Any) -> str:
-    """Return a text for the plain values and tensors in an attribute of a module; other objects have their class."""
+    """Return a text for the plain values and tensors in a module's attribute; other objects appear as their class."""
     if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta:
         return f"{value.dtype} {list(value.shape)} {hashlib.sha256(raw_bytes(value)).hexdigest()}"
     if isinstance(value, Mapping):
@@ -169,8 +169,8 @@ def describe_attribute(value: Any) -> str:
 
 
 def require_factory(spec: ModelSpec) -> None:
-    """Raise UnknownDependencyError unless the model is that of a factory in a file, built as the factory returns it."""
-    build = getattr(spec.build, "build", spec.build)  # of a builder that adds junctions, which are hooks
+    """Raise UnknownDependencyError unless the model comes from a user's factory that other processes can import."""
+    build = getattr(spec.build, "build", spec.build)  # a JunctionModelBuilder has the factory's ``build``
     if not isinstance(getattr(build, "__self__", None), UserModel) or spec.name.startswith(f"{IN_PROCESS_PACKAGE}."):
         raise UnknownDependencyError(spec.name)
 
@@ -197,7 +197,7 @@ def describe(value: Any) -> str:
         return f"({', '.join(map(describe, value))})"
     if isinstance(value, partial):
         return f"partial {describe(value.func)} {describe(value.args)} {describe(tuple(value.keywords.items()))}"
-    if isinstance(value, FunctionType):  # its source is among the sources
+    if isinstance(value, FunctionType):  # ``describe_sources`` has its source
         cells = tuple(cell.cell_contents for cell in value.__closure__ or ())
         place = f"{value.__module__} {value.__qualname__} {value.__code__.co_firstlineno}"
         return f"{place} {describe(cells)} {describe(value.__defaults__)}"
@@ -218,7 +218,7 @@ def describe_environment() -> str:
 
 
 def find_processor_lines() -> Iterator[str]:
-    """Yield the lines of /proc/cpuinfo that list what the processor can do."""
+    """Yield the lines of /proc/cpuinfo that list the processor's features."""
     path = Path("/proc/cpuinfo")
     if path.exists():
         yield from (line for line in path.read_text().splitlines() if line.startswith(("flags", "Features")))
@@ -273,7 +273,8 @@ class CachedBaseline(Baseline):
             return LocalResult(found.pop(LOSS), found)
         sources = list(describe_sources())
         result = run()
-        # A module that the run has imported is not in the key; the next run has it from the beginning.
+        # A module that this run imported is not in the key, so the result is not stored. Later runs have the module in
+        # their key.
         has_all_sources = list(describe_sources()) == sources
         is_strided = all(grad.layout is torch.strided for grad in result.grads.values())
         if has_all_sources and is_strided and LOSS not in result.grads:
@@ -294,7 +295,7 @@ def with_cache(baseline: Baseline) -> Baseline:
 
 @contextmanager
 def use_cache(folder: Path | None, report: Callable[[str], None]) -> Iterator[None]:
-    """Let the judges that are started inside the block keep results in ``folder``; report what they have used.
+    """Let the judges that are started inside the block keep results in ``folder``; report how many they read and added.
 
     Raises UsageError if the folder cannot be written.
     """

@@ -24,7 +24,8 @@ def unit_roundoff(dtype: torch.dtype) -> float:
 def replay_roundoff(dtype: torch.dtype) -> float:
     """Return the relative distance that one rounding may put between a result in ``dtype`` and its float64 replay.
 
-    In float64 the replay rounds as well, which is twice the unit roundoff; for narrower dtypes that is neglected.
+    A replay of a float64 result rounds as well, so the distance is twice the unit roundoff. For narrower dtypes the
+    replay's own rounding is neglected.
     """
     return 2 * unit_roundoff(dtype) if dtype is torch.float64 else unit_roundoff(dtype)
 

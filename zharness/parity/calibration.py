@@ -4,8 +4,8 @@ The oracle is the plain model's gradient in float64, computed from the same roun
 element is z = (g - oracle) / s. Here s is the root of the sum of squares of the gradients of single samples, but at
 least a tenth of the root mean square of s over the tensor. Eight runs of plain PyTorch, with permuted samples and
 different micro-batch sizes, determine the limits of z; the engine under test never contributes to these limits. Such
-limits miss small errors, so the reduction of local gradients that tier C judged is judged by tier S. On a mesh whose
-ranks have parts of a local gradient, the mean of one backward is judged by tier C as well.
+limits miss small errors. So tier C judges only the local gradients, and tier S judges their reduction. On a mesh whose
+ranks have parts of a local gradient, tier C judges the mean of one backward as well.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class ErrorStatistics:
 class Calibration:
     """The float64 gradients of one rank's micro-batch, the unit ``s`` of each element's error, and the error limits.
 
-    ``zero_names`` are the tensors that would be zero without rounding, as the bias before a batch norm is. Only the
-    size of their elements is judged.
+    ``zero_names`` are the gradients that would be zero without rounding, such as that of a bias before a batch norm.
+    Only the size of their elements is judged.
     """
 
     oracle: Grads
@@ -61,8 +61,9 @@ def calibrate(baseline: Baseline, rank: int, step: int = 0, loss_weights: tuple[
 
     The result does not depend on engine or stage, so each process computes it only once. If the loss is not a mean over
     independent samples, as with batch norm, the plain runs only permute the samples, and the unit of an element is its
-    gradient. Where a SyncBatchNorm joins the ranks, the gradient is that of the sum of all ranks' losses times
-    ``loss_weights``. Raises SharedDrawError if the random numbers of the forward cannot be assigned to samples.
+    gradient. If a SyncBatchNorm joins the ranks, the gradient is the gradient of the sum of all ranks' losses, each
+    times its entry of ``loss_weights``. Raises SharedDrawError if the random numbers of the forward cannot be assigned
+    to samples.
     """
     part = record_runs(baseline, rank, step, loss_weights)
     return build_calibration(part.oracle, part.squares, part.plain_grads, baseline.eps)
@@ -135,14 +136,14 @@ def build_calibration(oracle: Grads, squares: Grads | None, plain_grads: Sequenc
         scale_error=SCALE_FACTOR * (max(run.scale_error for run in plain_runs) + eps),
     )
     for name in bare.zero_names:
-        # The limit of an element is then LARGEST_FACTOR times the largest element that a plain run had.
+        # With this unit, an element may be LARGEST_FACTOR times as large as the largest error of a plain run.
         largest = find_largest_error(name, oracle[name], plain_grads)
         units[name] = torch.full_like(oracle[name], LARGEST_FACTOR * largest / (limits.max_error or 1.0))
     return replace(bare, limits=limits)
 
 
 def find_zero_names(oracle: Grads, plain_grads: Sequence[Grads]) -> frozenset[str]:
-    """Return the names of the tensors whose largest element is not above the largest error of plain PyTorch in them."""
+    """Return the names of the tensors whose largest element is at most plain PyTorch's largest error in this tensor."""
     errors = {name: find_largest_error(name, truth, plain_grads) for name, truth in oracle.items()}
     return frozenset(
         name for name, truth in oracle.items() if errors[name] > 0 and float(truth.abs().max()) <= errors[name]
@@ -226,7 +227,7 @@ def compare_calibrated(location: TensorLocation, calibration: Calibration, grads
 
 
 def judges_scale(calibration: Calibration) -> bool:
-    """Return whether any tensor has a scale: elements that are not zero, and that are above the rounding."""
+    """Return whether any tensor has a scale that can be judged: nonzero elements that are larger than the rounding."""
     return any(bool(calibration.oracle[name].any()) for name in calibration.oracle.keys() - calibration.zero_names)
 
 

@@ -1,4 +1,4 @@
-"""Prove that no sum in a cell is rounded, whatever the order of summation. This proof is the certificate of tier X.
+"""Prove that no sum in a cell is rounded, in any order of summation. This proof is the certificate of tier X.
 
 Weights, inputs and targets are integers. The only divisions are by the number of samples and by the number of terms,
 both powers of two, so every number in the cell is a multiple of q = 1 / (samples x terms). The certificate runs the
@@ -124,7 +124,8 @@ def certify_multiples(
 ) -> Exactness:
     """Return the answer of ``certify_exactness`` for losses that are multiplied by the ``terms`` of the mean.
 
-    The gradient of each batch is ``terms`` times that of its objective, over a power of two, which needs no bits.
+    The gradient of each batch is ``terms`` times the gradient of its objective, divided by a power of two, which
+    changes only the exponent.
     """
     if not baseline.spec.exact:
         return Exactness(False)
@@ -139,9 +140,10 @@ def find_odd_part(number: int) -> int:
 
 @lru_cache(maxsize=64)
 def multiple_division_exactness(terms: int, dtype: torch.dtype) -> Exactness:
-    """Return whether a division by ``terms`` of each of its multiples is exact, also as a product with 1 / ``terms``.
+    """Return whether dividing a multiple of ``terms`` by ``terms`` is exact, also as a product with 1 / ``terms``.
 
-    DDP multiplies: in float32 7 x n times the rounded 1 / 7 is not n for every n, but 3 x n times 1 / 3 is.
+    DDP multiplies by 1 / ``terms``. In float32, 7 x n times the rounded 1 / 7 is not n for every n, but 3 x n times the
+    rounded 1 / 3 is n.
     """
     if is_power_of_two(terms):
         return Exactness(True)
@@ -159,7 +161,7 @@ def certify_sums(
     factor: int,
     params: Mapping[str, Tensor] | None = None,
 ) -> Exactness:
-    """Return whether no sum of a batch, also if it is ``factor`` times as large, is rounded in any order."""
+    """Return whether no sum of a batch is rounded in any order, even if the sum is ``factor`` times as large."""
     if all(is_locally_exact(baseline, batch, factor, dtype, loss, params) for batch, loss in batches):
         return Exactness(True)
     name = str(dtype).removeprefix("torch.")
@@ -187,9 +189,11 @@ def is_locally_exact(
     loss: Objective,
     params: Mapping[str, Tensor] | None = None,
 ) -> bool:
-    """Return whether no sum of one rank's gradients, also if it is ``factor`` times as large, is rounded.
+    """Return whether no sum of one rank's gradients is rounded, even if the sum is ``factor`` times as large.
 
-    In a mean of n terms the factor is n x n: a sum has n gradients, and a term is an integer over n times the samples.
+    For a mean of n gradients, ``factor`` is n x n. Every number is a multiple of q = 1 / (samples x n), because an
+    engine may divide by n before it adds. If B is the bound of ``bound_partial_sums``, a sum of n gradients is at most
+    n x B. So no sum is rounded if n x B < q x 2**bits, that is, if B x samples x n x n < 2**bits.
     """
     samples = len(batch.inputs)
     if not is_power_of_two(samples):
@@ -202,8 +206,8 @@ def bound_partial_sums(
 ) -> float:
     """Return a bound of every partial sum of a forward and backward of an exact model with the weights ``params``.
 
-    It is infinite if weights, inputs or targets are no integers, if the run in the cell's dtype differs from one in
-    float64, or if a factor has too many bits.
+    The bound is infinite if weights, inputs or targets are no integers, if the run in the cell's dtype differs from a
+    run in float64, or if a factor of a product has too many bits.
     """
     model = baseline.build_module(params)
     if not all(is_integral(t) for t in [batch.inputs, batch.target, *model.parameters()]):
@@ -233,7 +237,7 @@ def largest_partial_sum(model: nn.Module, batch: Batch, loss: Objective) -> floa
 
 
 def are_factors_exact(baseline: Baseline, model: nn.Module, batch: Batch, loss: Objective) -> bool:
-    """Return whether rounding to the bits of a factor changes no factor of ``model``'s products.
+    """Return whether each factor of ``model``'s products stays the same when it is rounded to the bits of a factor.
 
     The factors are the weights, inputs, activations and activation gradients of a float64 ``model``. Their values do
     not depend on the order of summation if no sum is rounded. Factors of other dtypes than float32 are never rounded.
@@ -253,13 +257,13 @@ def round_to_bits(tensor: Tensor, bits: int) -> Tensor:
 
 
 def record_activations(model: nn.Module, batch: Batch, loss: Objective) -> tuple[LocalResult, list[Tensor]]:
-    """Return the result of one forward and backward, with the output of each module and the gradient of each."""
+    """Return the result of one forward and backward, each module's output, and the gradient of each output."""
     seen: list[Tensor] = []
 
     def record_output(_module: nn.Module, _inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
         for tensor in output if isinstance(output, tuple) else (output,):
             seen.append(tensor.detach())
-            if tensor.requires_grad:  # a frozen gate has an output without
+            if tensor.requires_grad:  # the output of a frozen gate requires none
                 tensor.register_hook(seen.append)  # type: ignore[no-untyped-call]
 
     hooks = [module.register_forward_hook(record_output) for module in model.modules()]

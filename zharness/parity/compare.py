@@ -28,7 +28,7 @@ def compare_bitwise(location: TensorLocation, expected: Tensor, actual: Tensor) 
         return compare_within_bound(
             location, expected.double(), actual, torch.zeros((), dtype=torch.float64), Tier.EXACT
         )
-    # What ``compare_within_bound`` would return for equal tensors: scaling any nonzero number by 1 + u would be caught.
+    # ``compare_within_bound`` gives equal tensors this value: a scaling of any nonzero number by 1 + u is detected.
     smallest = unit_roundoff(actual.dtype) if has_finite_nonzero(wanted) else math.inf
     return Comparison(Tier.EXACT, 0.0, smallest, None, elements=wanted.numel(), location=location)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zharness.engines.protocol import Piece
 
-MAX_STATED_ULPS = 2**32  # numbers of float32 are not further apart; those of float64, such as norms, easily are
+MAX_STATED_ULPS = 2**32  # float32 numbers are never further apart; float64 numbers, such as norms, easily are
 
 
 class Tier(Enum):
@@ -36,8 +36,8 @@ class Part(Enum):
 class TensorLocation:
     """The origin of a compared tensor: its name, its step, the part of the step, and the rank that recorded it.
 
-    ``seen_on`` is the rank that recorded the tensor. ``pieces`` lists the ranges of elements that each rank owns of the
-    parameter, and ``list_pieces`` those of the tensor.
+    ``seen_on`` is the rank that recorded the tensor. ``pieces`` lists the ranges of the parameter's elements that each
+    rank owns, and ``list_pieces`` the ranges of the tensor's elements.
     """
 
     name: str
@@ -93,7 +93,7 @@ class Mismatch:
         return f"{sentence}; {self.hint}" if self.hint else sentence
 
     def _describe_distance(self) -> str:
-        """Return the distance in ULPs, or '' if a number is not finite, or further away than any two of float32."""
+        """Return the distance in ULPs, or '' if a number is not finite or no two float32 numbers are so far apart."""
         return f"{self.ulps} ULP apart, " if 0 <= self.ulps <= MAX_STATED_ULPS else ""
 
 

@@ -106,7 +106,7 @@ _clean_namespaces: dict[str, dict[str, Any]] = {}
 
 
 def find_foreign_functions(namespace: str, holder: Any) -> Iterator[str]:
-    """Yield a description of each function in the dictionary ``namespace`` of torch whose code is not part of torch."""
+    """Yield a description of each function in torch's namespace ``namespace`` whose code is not part of torch."""
     for name, value in vars(holder).items():
         if isinstance(value, COMPILED_TYPES):  # most functions
             continue

@@ -1,7 +1,7 @@
-"""Decide whether a step of SGD rounds nothing, whatever the order of its operations.
+"""Decide whether a step of SGD rounds nothing, in any order of its operations.
 
-All inputs are multiples of a power of two, the grid, as those of exact models are. If the learning rate, the momentum
-and the other factors are powers of two as well, every product and sum is a multiple of a finer grid. A number of a
+All inputs are multiples of a power of two, the grid, as in exact models. If the learning rate, the momentum and the
+other factors are powers of two as well, every product and sum is a multiple of a finer grid. A number of a
 floating-point type with p bits is exact if it is such a multiple, below 2^p times the grid.
 """
 
@@ -25,7 +25,7 @@ def is_exact_step(
 ) -> bool:
     """Return whether a step of ``optimizer`` from these numbers rounds nothing in the weight's dtype.
 
-    ``momentum`` is the momentum buffer before the step, or None. False for every optimizer but SGD.
+    ``momentum`` is the momentum buffer before the step, or None. Returns False for every optimizer except SGD.
     """
     if optimizer != "sgd":
         return False

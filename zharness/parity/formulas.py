@@ -53,7 +53,7 @@ def update_moments(
 def complement(w: BoundedTensor, number: float, beta: float, options: Options, power: float = 1) -> BoundedTensor:
     """Return ``number``, which was computed from 1 - ``beta`` to the ``power``, as a scalar.
 
-    torch's fused kernels for CUDA subtract in float32 (fused_adam_utils.cuh), where the power is rounded already.
+    torch's fused kernels for CUDA subtract in float32 (fused_adam_utils.cuh), in which the power is already rounded.
     """
     exact = w.scalar(number)
     if not (options.get("fused") and w.value.is_cuda):
@@ -164,10 +164,12 @@ def asgd(w: BoundedTensor, g: BoundedTensor, state: State, steps: float, options
     g = add_weight_decay(w, g, options)
     rate, mu = state.get("eta", w.scalar(lr)), state.get("mu", one)
     w = w * (one - w.scalar(lambd) * rate) - rate * g
-    # Also where mu is 1: multi-tensor torch, a GPU's default, adds the difference then too, where one tensor is copied.
+    # Also where mu is 1. There torch's multi-tensor code, a GPU's default, adds the difference; the single-tensor code
+    # copies the weight.
     average = state.get("ax", w.zero())
     average = average + (w - average) * mu
-    # Multi-tensor torch computes it in float32: two products, a sum, a power (2), a quotient and a product.
+    # torch's multi-tensor code computes ``next_rate`` in float32: two products, a sum, a power (2), a quotient and a
+    # product.
     next_rate = w.scalar(lr / (1 + lambd * lr * step) ** options["alpha"], roundings=7)
     return w, {"ax": average, "eta": next_rate, "mu": w.scalar(1 / max(1, step - options["t0"]))}
 

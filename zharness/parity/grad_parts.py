@@ -1,4 +1,4 @@
-"""Record the parts that one backward adds up to a gradient, and bound what another order of adding them changes.
+"""Record the parts that one backward adds up to a gradient, and bound the change that another order of addition makes.
 
 A weight that a reentrant checkpoint uses gets its gradient in several parts: the backward of the checkpoint runs inside
 the caller's, and adds its own part to ``.grad``. An engine that keeps gradients elsewhere may add up the same parts in
@@ -37,7 +37,7 @@ def run_backward_by_parts(model: nn.Module, loss: Tensor, loss_scale: float = 1.
 
 
 def bound_orders(name: str, micros: Sequence[Sequence[LocalResult]]) -> Tensor | float:
-    """Return how far the mean of the local gradients of one parameter may be off if a rank adds up parts in any order.
+    """Return the error bound of the mean of one parameter's local gradients if a rank adds their parts in any order.
 
     ``micros[m][at]`` is the result on micro-batch m of data coordinate ``at``. Gradients without parts have no such
     error: the sums of micro-batches and ranks have a bound of their own.
@@ -47,9 +47,9 @@ def bound_orders(name: str, micros: Sequence[Sequence[LocalResult]]) -> Tensor |
 
 
 def bound_orders_of_rank(name: str, results: Sequence[LocalResult]) -> Tensor | float:
-    """Return how far the sum of one parameter's gradients on one rank may be off if their parts are added up anew.
+    """Return the error bound of the sum of one parameter's gradients on one rank if their parts are added in any order.
 
-    That of plain PyTorch and that of the engine may both be off by gamma of the number of parts.
+    Plain PyTorch's sum and the engine's sum may each be off by gamma of the number of parts.
     """
     if not any(name in result.parts for result in results):
         return 0.0

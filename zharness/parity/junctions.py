@@ -1,9 +1,9 @@
 """Insert junctions, autograd nodes that an engine adds around modules, into the graph of the baseline as well.
 
 A node around a module computes nothing, but it changes the order of a sum. If a tensor is used twice behind the node,
-autograd adds the gradients of these two uses to each other before it adds those of other uses, and (a + b) + c is not
-always a + (b + c). Both sums are right, but plain PyTorch computes the same sum only with the same nodes. Junctions
-hide no wrong number, since the baseline's gradients still come from torch's own kernels.
+autograd adds the gradients of these two uses to each other before it adds the gradients of other uses, and (a + b) + c
+is not always a + (b + c). Both sums are right, but plain PyTorch computes the same sum only with the same nodes.
+Junctions hide no wrong number, since the baseline's gradients still come from torch's own kernels.
 """
 
 from __future__ import annotations

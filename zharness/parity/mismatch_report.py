@@ -167,7 +167,7 @@ def comparisons_after(remaining: Iterator[Comparison], location: TensorLocation)
     Stop after ``MAX_FOLLOWING_ELEMENTS`` elements, or if the judge raises an exception.
     """
     left = MAX_FOLLOWING_ELEMENTS
-    # After a wrong number the judge may fail on the following ones; that adds nothing to the report.
+    # After a wrong number the judge may raise at a later number; such an error adds nothing to the report.
     with suppress(Exception):
         for found in remaining:
             left -= found.elements

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map  # transformers registers its output classes with it
+from torch.utils._pytree import tree_map  # transformers registers its output classes with this module
 
 # Tensors by location: "blocks.0.up, call 0, output 0" in forward, the same with " gradient" in backward.
 Trace = dict[str, Tensor]

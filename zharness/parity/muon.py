@@ -1,10 +1,11 @@
 """Take a step of Muon on a whole matrix: as torch.optim.Muon does, and as DeepSpeed does.
 
 Newton-Schulz runs in bf16, where any bound that holds for all matrices is larger than the update. So these functions
-are for matrices whose columns, or rows if it has more columns, are orthogonal, and whose elements in each of these
-vectors are 0 or of one size. Then no sum of a product rounds, in any order, or all of its terms are equal, so that each
-vector is replaced by ax + bx^3 + cx^5 of its length. What remains is what an engine that computes from shards rounds
-once more: the norm, and the products of vectors that ranks share, within the bound of ``bound_step``.
+take special matrices only. The vectors of a matrix (its columns, or its rows if it has more columns) are orthogonal,
+and the elements of one vector are 0 or of one size. Then a sum of a product rounds nothing in any order, or all of its
+terms are equal. So an iteration replaces the length x of each vector by ax + bx^3 + cx^5. An engine that computes from
+shards rounds two more things: the norm, and the products of vectors that ranks share. ``bound_step`` bounds these
+errors.
 """
 
 from __future__ import annotations
@@ -91,16 +92,17 @@ def bound_orthogonalized(matrix: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
     """Return the Newton-Schulz iteration of ``matrix`` in float64, and a bound on its error in bf16.
 
     Each vector of ``matrix`` along its longer side is orthogonal to the others, and the elements of a vector that are
-    not zero have one size. So each iteration replaces the length of a vector by the polynomial of it.
+    not zero have one size. So each iteration replaces the length of a vector by ``polynomial`` of this length.
     """
     terms = torch.count_nonzero(matrix, dim=0 if matrix.size(0) > matrix.size(1) else 1)
     terms = (terms.unsqueeze(0) if matrix.size(0) > matrix.size(1) else terms.unsqueeze(1)).double()
     length = (matrix / matrix.norm()).abs() * terms.sqrt()
     interval = Interval(length, length)
-    # The matrix and the quotient are rounded, and so is the norm: of the rounded matrix, on each rank, the square of
-    # that, the sum of the squares over ranks, and the root of the sum, which halves the errors before it.
+    # The matrix and the quotient are rounded. The norm has several roundings: the norm of the rounded matrix on each
+    # rank, its square, the sum of the squares over ranks, and the root of the sum. The root halves the errors before
+    # it.
     interval = interval.widen((3 + 1 + (3 + ranks - 1) / 2) * UNIT * length)
-    # A product of two vectors is rounded on each rank. Their terms are equal, so that the sum of two ranks' is exact.
+    # A product of two vectors is rounded on each rank. The terms are equal, so the sum of two ranks' products is exact.
     roundings = torch.where(terms > 1, 1.0 + max(0, ranks - 2), 1.0)
     for _ in range(ITERATIONS):
         size = interval.size
@@ -127,11 +129,11 @@ class Interval:
         return torch.maximum(self.lower.abs(), self.upper.abs())
 
     def widen(self, distance: Tensor) -> Interval:
-        """Return the interval with all numbers within ``distance`` of one of its own."""
+        """Return the interval of all numbers that are within ``distance`` of a number of this interval."""
         return Interval(self.lower - distance, self.upper + distance)
 
     def map_polynomial(self) -> Interval:
-        """Return the interval of ``polynomial`` over this one: from its values at both ends and at turns between."""
+        """Return the range of ``polynomial`` on this interval, from its values at both ends and at turns between."""
         ends = polynomial(self.lower), polynomial(self.upper)
         lower, upper = torch.minimum(*ends), torch.maximum(*ends)
         for root in (-1, 1):

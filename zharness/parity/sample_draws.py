@@ -1,7 +1,7 @@
 """Record the random numbers that a run draws, as dropout does, and give each sample the same numbers in another run.
 
 Tier C runs plain PyTorch on single samples and on permuted samples. With dropout such a run is comparable only if each
-sample meets the mask that it has in the whole micro-batch.
+sample gets the mask that it has in the whole micro-batch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from zharness.errors import ZHarnessError
 from zharness.workload.generators import have_drawn_since, read_generator_states
 
 Result = TypeVar("Result")
-DROPOUT = torch.ops.aten.native_dropout.default  # which GPUs run, where a CPU draws by bernoulli_
+DROPOUT = torch.ops.aten.native_dropout.default  # the dropout of GPUs; on a CPU, dropout calls bernoulli_
 
 
 class SharedDrawError(ZHarnessError):
@@ -41,7 +41,7 @@ class _DrawRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _DrawReplayer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode that replaces what each operation draws by the recorded numbers of the samples ``rows``."""
+    """A mode that replaces the numbers that each operation draws by the recorded numbers of the samples ``rows``."""
 
     def __init__(self, draws: Sequence[Tensor], rows: Tensor, samples: int, dims: Sequence[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -70,7 +70,7 @@ def drop(tensor: Tensor, mask: Tensor, probability: float) -> Tensor:
 def call_and_detect_draw(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, bool]:
     """Return the result of an operation, and whether the operation drew numbers from one of torch's generators.
 
-    An operation that may draw does not always: attention without dropout draws nothing.
+    An operation that can draw does not always draw: attention without dropout draws nothing.
     """
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return func(*args, **kwargs), False
@@ -80,7 +80,7 @@ def call_and_detect_draw(func: Any, args: Sequence[Any], kwargs: Mapping[str, An
 
 
 def require_draw(func: Any, result: Any) -> Tensor:
-    """Return the tensor that an operation drew: its result, or the mask of a GPU's dropout, which follows the output.
+    """Return the tensor that an operation drew: its result, or for a GPU's dropout the mask, its second result.
 
     Raises SharedDrawError if the operation drew anything else than one tensor.
     """
@@ -138,8 +138,8 @@ def replay_draws(
 ) -> Result:
     """Return ``run()``, in which every random tensor has the numbers of the samples ``rows`` in the recorded ``draws``.
 
-    ``samples`` is the number of samples of the recorded run, and ``dims`` the dimension of each draw that counts them,
-    by default the first. Raises SharedDrawError if a draw has no row for each sample there.
+    ``samples`` is the number of samples of the recorded run. ``dims`` has, for each draw, the dimension that counts
+    samples, by default the first. Raises SharedDrawError if a draw has no row for each sample in this dimension.
     """
     if not draws:
         return run()

@@ -1,7 +1,7 @@
 """Run plain PyTorch on a micro-batch in several ways, from which tier C takes its limits.
 
-The runs permute the samples, and split them into micro-batches of several sizes; each sample meets the same random
-numbers in all of them.
+The runs permute the samples, and split them into micro-batches of several sizes. Each sample gets the same random
+numbers in all runs.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ Grads = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class SampleRuns:
-    """Runs of plain PyTorch on some samples of one rank's micro-batch, each of which meets the same random numbers.
+    """Runs of plain PyTorch on samples of one rank's micro-batch. A sample has the same random numbers in every run.
 
-    ``loss_weights`` has a factor for the loss of each rank; it counts where a SyncBatchNorm joins the ranks. ``draws``
-    are the random tensors that the forward and backward of the whole micro-batch drew, and ``sample_dims`` the
-    dimension of each that counts samples. ``params`` are the weights (None: the initial ones).
+    ``loss_weights`` has a factor for the loss of each rank; it is used only if a SyncBatchNorm joins the ranks.
+    ``draws`` are the random tensors that the forward and backward of the whole micro-batch drew. ``sample_dims`` has,
+    for each of these tensors, the dimension that counts samples. ``params`` are the weights (None: the initial ones).
     """
 
     baseline: Baseline
@@ -49,13 +49,13 @@ class SampleRuns:
     def record(
         cls, baseline: Baseline, rank: int, step: int, loss_weights: tuple[float, ...] = (), params: Grads | None = None
     ) -> SampleRuns:
-        """Run the whole micro-batch to record what it draws, and half of it to find its samples in these numbers.
+        """Run the whole micro-batch to record what it draws, and half of it to find each sample's random numbers.
 
         Raises SharedDrawError.
         """
 
         def record_part(part: Batch) -> tuple[Tensor, ...]:
-            """Return what a run of ``part`` draws."""
+            """Return the random tensors that a run of ``part`` draws."""
             model = baseline.build_module(params)  # outside the recording: initializing weights draws numbers too
             return record_draws(lambda: plain_gradients(baseline, model, part))
 
@@ -73,8 +73,8 @@ class SampleRuns:
     def compute_grads(self, rows: Tensor, wide: bool = False) -> Grads:
         """Return the gradients of the samples ``rows`` in a new plain model, in float64 if ``wide`` is set.
 
-        Where a SyncBatchNorm joins the ranks, they are the sum over all ranks of what the weighted losses give.
-        Raises SharedDrawError if random numbers cannot be assigned to samples.
+        If a SyncBatchNorm joins the ranks, the result is the sum of the gradients of all ranks' weighted losses. Raises
+        SharedDrawError if random numbers cannot be assigned to samples.
         """
         chosen, model = self.batch.map_tensors(lambda tensor: tensor[rows]), self.baseline.build_module(self.params)
         if self.baseline.joins_ranks:
@@ -92,7 +92,7 @@ class SampleRuns:
 
         try:
             return run_with_draws()
-        except RuntimeError:  # tensors of two dtypes, if the forward makes a mask in fp32 or casts to it
+        except RuntimeError:  # the forward mixed two dtypes, as with a mask in fp32 or a cast to fp32
             if not wide:
                 raise
             with widen_named_dtypes():
@@ -125,9 +125,10 @@ class SampleRuns:
 
 @dataclass(frozen=True)
 class RecordedRuns:
-    """The float64 gradients of a micro-batch, those of CALIBRATION_RUNS plain runs, and what its samples add.
+    """A micro-batch's float64 gradients, the gradients of CALIBRATION_RUNS plain runs, and its samples' squares.
 
-    ``squares`` are the sums of squares of what each sample adds, or None if samples depend on each other.
+    ``squares`` has the sum, over the samples, of the square of each sample's share of a gradient. It is None if samples
+    depend on each other.
     """
 
     oracle: Grads
@@ -140,24 +141,25 @@ def record_runs(
 ) -> RecordedRuns:
     """Run one rank's micro-batch in float64 and in plain PyTorch. Raises SharedDrawError.
 
-    The plain runs permute the samples, whose sums then round in another order, unless their order counts.
+    The plain runs permute the samples, so that sums over samples round in another order. If the order of the samples
+    changes the gradients, there is one plain run without a permutation.
     """
     runs = SampleRuns.record(baseline, rank, step, loss_weights, params)
     oracle = dict(runs.compute_grads(torch.arange(runs.batch.num_samples), wide=True))
     squares = sum_squares_of_samples(runs, oracle)
     rows = torch.arange(runs.batch.num_samples)
     if squares is None and not are_near(runs.compute_grads(rows.flip(0), wide=True), oracle):
-        return RecordedRuns(oracle, None, [runs.compute_grads(rows)])  # a model may know a length for each position
+        return RecordedRuns(oracle, None, [runs.compute_grads(rows)])  # a model may fix a length for each position
     plain_grads = [run_permuted_plain(runs, number, squares is not None) for number in range(CALIBRATION_RUNS)]
     return RecordedRuns(oracle, squares, plain_grads)
 
 
 def sum_squares_of_samples(runs: SampleRuns, oracle: Grads) -> Grads | None:
-    """Return the sum of squares of what every sample alone adds to the float64 gradient ``oracle``.
+    """Return the sum, over the samples, of the square of each sample's share of the float64 gradient ``oracle``.
 
     One sample's gradients are in memory at a time. The result is None if the mean of the samples' gradients is not
-    ``oracle``, as where samples depend on each other, or where the loss is not a mean over samples, or if the model
-    refuses a single sample, as batch norm does, or a model that knows the number of samples.
+    ``oracle``: samples depend on each other, or the loss is not a mean over samples. It is also None if the model
+    refuses a single sample, as a batch norm does, or as a model does that expects a certain number of samples.
     """
     count = runs.batch.num_samples
     means = {name: torch.zeros_like(truth) for name, truth in oracle.items()}
@@ -179,7 +181,7 @@ def sum_squares_of_samples(runs: SampleRuns, oracle: Grads) -> Grads | None:
 
 
 def are_near(grads: Grads, oracle: Grads) -> bool:
-    """Return whether float64 gradients are ``oracle`` but for rounding, and so do not depend on what was changed."""
+    """Return whether float64 gradients equal ``oracle`` up to rounding, so that the changed input did not matter."""
     size = max((float(truth.abs().max()) for truth in oracle.values() if truth.numel()), default=0.0)
     differences = (float((grads[name] - truth).abs().max()) for name, truth in oracle.items() if truth.numel())
     return max(differences, default=0.0) <= INDEPENDENCE_TOLERANCE * size

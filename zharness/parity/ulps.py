@@ -8,7 +8,7 @@ from torch import Tensor
 INTEGER_DTYPES = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 MAX_DISTANCE = 1 << 20  # larger distances share one class
 POWERS = [1 << power for power in range(MAX_DISTANCE.bit_length())]
-# Classes of distances: 0, 1, 2, 3-4, 5-8 and so on, each twice as wide as the one before, and all beyond the last.
+# Classes of distances: 0, 1, 2, 3-4, 5-8 and so on, each twice as wide as the class before, then all larger distances.
 CLASS_LABELS = ["0", "1", "2", *(f"{most // 2 + 1}-{most}" for most in POWERS[2:]), ">2^20"]
 
 

@@ -1,4 +1,4 @@
-"""Run a model in float64 although its forward names narrower dtypes, as that of a mask or of a cast."""
+"""Run a model in float64 although its forward names narrower dtypes, as for a mask or a cast."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class _WideFloats(TorchFunctionMode):
 
 
 def widen(value: Any) -> Any:
-    """Return float64 for a narrower dtype, and any other argument as it is."""
+    """Return float64 for a narrower dtype, and any other argument unchanged."""
     return torch.float64 if isinstance(value, torch.dtype) and value in NARROW else value
 
 
 @contextmanager
 def widen_named_dtypes() -> Iterator[None]:
-    """Return a context in which a forward of a float64 model computes in float64 alone.
+    """Return a context in which a forward of a float64 model computes only in float64.
 
-    torch.autocast leaves float64 as it is.
+    torch.autocast does not cast float64 tensors.
     """
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)

@@ -49,7 +49,7 @@ class Bucket:
     def all_reduce(self, full_tensors: Sequence[Tensor], comm: Comm) -> Tensor:
         """All-reduce one full tensor for each member; return the sums in one flat tensor. This is a collective.
 
-        No rank keeps a shard of the sums, so rank r sums the r-th part of the flat tensor, whichever members it has.
+        No rank keeps a shard of the sums, so rank r sums the r-th part of the flat tensor, which may cut a member.
         """
         padding = full_tensors[0].new_zeros(-self.numel % comm.world_size)
         flat = join([*(full.reshape(-1) for full in full_tensors), padding])

@@ -219,7 +219,7 @@ class Parameters:
 
     @torch.no_grad()
     def full_params(self) -> dict[str, Tensor]:
-        """Copy the full current weights, frozen ones as they were before a cast, to the CPU. This is a collective."""
+        """Copy the full current weights, frozen weights as before a cast, to the CPU. This is a collective."""
         params = {name: param.parameter for name, param in self._model_params.items()}
         originals = {n: w for n, w in self.master_weights.items() if n in self._frozen and not params[n].requires_grad}
         full = self._gather_full_tensors(params, self._placements.parameters)

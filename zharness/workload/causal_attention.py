@@ -1,7 +1,8 @@
 """Define models of causal attention, exact and with random weights, whose sequence the axis cp splits.
 
-Attention itself is a module without parameters, which an engine of sequence parallelism replaces. It is causal, so that
-the order of the sequence's parts matters: without a mask, attention does not know where a token is.
+Attention itself is a module without parameters, which an engine with sequence parallelism replaces. Attention is
+causal, so that the order of the sequence's parts matters: without a mask, attention does not depend on the positions of
+tokens.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ SPLIT: Mapping[str, Any] = {
 
 
 class CausalAttention(nn.Module):
-    """Attention in which a token sees itself and those before; its scores are not normalised.
+    """Attention in which a token sees itself and the tokens before it; the scores are not normalised.
 
     Query, key, value and output have the shape (batch, tokens, heads, features of a head).
     """
@@ -72,7 +73,7 @@ class ExactContext(ExactHeads):
 
 
 class SteppedContext(ExactContext):
-    """The model ``ExactContext`` with one number in a row of each weight, as ``SteppedHeads`` has."""
+    """The model ``ExactContext`` with one nonzero number in each row of a weight, as in ``SteppedHeads``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +81,7 @@ class SteppedContext(ExactContext):
 
 
 class DroppedContext(ExactContext, DroppedHeads):
-    """The model ``ExactContext`` with dropout behind attention and behind the feed-forward layer."""
+    """The model ``ExactContext`` with dropout after attention and after the feed-forward layer."""
 
     def __init__(self, draw: Callable[[Tensor], Tensor] = draw_mask) -> None:
         super().__init__()
@@ -88,7 +89,7 @@ class DroppedContext(ExactContext, DroppedHeads):
 
 
 class ContextTokens(ExactContext, TokenModel):
-    """The model ``ExactContext`` whose output are logits, integers of which those of one token all differ.
+    """The model ``ExactContext`` whose outputs are logits: integers that all differ for one token.
 
     The embedding passes its input on, so that float32 holds the sums of larger logits.
     """
@@ -107,7 +108,7 @@ class RandomContext(nn.Module):
         self.first = nn.Linear(WIDTH, WIDTH)
         self.norm = nn.LayerNorm(WIDTH)
         self.query = nn.Linear(WIDTH, WIDTH)
-        self.key = nn.Linear(WIDTH, WIDTH, bias=False)  # a bias would have a gradient of zero and rounding alone
+        self.key = nn.Linear(WIDTH, WIDTH, bias=False)  # a bias would have a gradient of zero plus rounding
         self.value = nn.Linear(WIDTH, WIDTH)
         self.attention = SoftmaxAttention()
         self.last = nn.Linear(WIDTH, OUTPUTS)

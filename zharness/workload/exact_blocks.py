@@ -86,7 +86,7 @@ class BlocksModel(nn.Module):
 
 
 class DelegatingModule(nn.Module):
-    """A module that returns the attributes of the module inside it as its own, as wrappers of adapters do."""
+    """A module that returns the attributes of its inner module as its own, like the wrappers of PEFT adapters."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -206,8 +206,8 @@ class SimilarLayersModel(nn.Module):
 
     The model maps (..., 3 x ``inputs``) to (..., ``outputs``). An engine that reads the wrong parameter of the same
     shape returns wrong values. The parameter ``factor`` has ``tiny`` elements; a parameter of one element is owned by
-    at most one rank. The parameter ``shift`` has ``short`` elements; two ranks own two and one of three. The forward's
-    argument ``with_third`` says whether the forward uses the layer ``third``.
+    at most one rank. The parameter ``shift`` has ``short`` elements; of three elements, two ranks own two and one. The
+    forward's argument ``with_third`` says whether the forward uses the layer ``third``.
     """
 
     def __init__(self, inputs: int = HIDDEN, outputs: int = WIDTH, tiny: int = 1, short: int = 3) -> None:

@@ -1,7 +1,7 @@
 """Define models that call their blocks one after another, so that a pipeline can split them into stages.
 
-They are exact, but for one of random weights: what a message between two stages rounds shows there at once, while small
-integers are the same in half precision.
+All of these models are exact except one model with random weights. In that model, a message between two stages that
+rounds numbers gives wrong results; small integers stay the same in half precision.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from zharness.workload.exact_mlp import WIDTH
 from zharness.workload.exact_tokens import VOCABULARY, draw_tokens, make_logits_differ, mean_cross_entropy
 
 BLOCKS = 4
-ODD_WIDTHS = (WIDTH, 13, 9, 11, WIDTH)  # of the inputs and outputs of blocks: stages send other widths than they get
+ODD_WIDTHS = (WIDTH, 13, 9, 11, WIDTH)  # widths between blocks: a stage sends another width than it gets
 PIPELINE_PLAN = tuple(f"blocks.{index}" for index in range(BLOCKS))
-# Inputs and outputs of each block are whole, since every block can be a stage. Blocks with one weight have one word.
+# The inputs and outputs of each block are whole, since every block can be a stage. Blocks that share a weight have the
+# same word.
 SPLIT_BLOCKS = dict(
     zip(
         (f"{block}.linear" for block in PIPELINE_PLAN),
@@ -46,7 +47,7 @@ class Block(nn.Module):
 
 
 class SkippingBlock(Block):
-    """A block that returns its output and, beside it, a tensor that skips it: the input of the first block."""
+    """A block that returns its output and a tensor that bypasses the block: the input of the first block."""
 
     def forward(self, hidden: Tensor, skipped: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         skipped = hidden if skipped is None else skipped
@@ -54,7 +55,7 @@ class SkippingBlock(Block):
 
 
 class LastBlock(Block):
-    """A block that adds up the outputs of the block before it; it has no ReLU."""
+    """A block that adds up the two outputs of the previous block; it has no ReLU."""
 
     def forward(self, hidden: Tensor, skipped: Tensor) -> Tensor:  # type: ignore[override]
         output: Tensor = self.linear(hidden + skipped)
@@ -62,10 +63,10 @@ class LastBlock(Block):
 
 
 class MaskedBlock(Block):
-    """A block that returns, before its output, a mask of integers, by which the next one multiplies that output.
+    """A block that returns a mask of integers and then its output; the next block multiplies the output by the mask.
 
-    Nothing has a gradient for the mask, which has as many elements as the output. The mask of the first block is where
-    its input is not 0.
+    The mask gets no gradient, and has as many elements as the output. The mask of the first block is 1 where its input
+    is not 0.
     """
 
     def forward(self, mask: Tensor, hidden: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
@@ -82,7 +83,7 @@ class LastMaskedBlock(Block):
 
 
 class MaskedChainModel(nn.Module):
-    """Blocks that give each other a mask of integers, which no gradient comes back for; maps (batch, 16) to itself."""
+    """Blocks that pass on a mask of integers, which gets no gradient; maps (batch, 16) to itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +95,7 @@ class MaskedChainModel(nn.Module):
 
 
 def run_blocks(blocks: Iterable[nn.Module], x: Tensor) -> Tensor:
-    """Return the output of the last of ``blocks``, each of which takes what the one before it returns."""
+    """Return the output of the last of ``blocks``; each block takes the outputs of the previous block."""
     values: tuple[Tensor, ...] = (x,)
     for block in blocks:
         output = block(*values)
@@ -103,10 +104,10 @@ def run_blocks(blocks: Iterable[nn.Module], x: Tensor) -> Tensor:
 
 
 class ChainModel(nn.Module):
-    """Blocks that are called one after another, each with the output of the one before; maps (batch, 16) to itself.
+    """Blocks that are called one after another, each with the previous block's output; maps (batch, 16) to itself.
 
-    With ``skips``, each block but the last returns two tensors, which the next one takes. With ``tied``, the first and
-    the last block have one weight, and the two between them one bias.
+    With ``skips``, each block except the last one returns two tensors, which the next block takes. With ``tied``, the
+    first and the last block share one weight, and the two blocks between them share one bias.
     """
 
     def __init__(self, skips: bool = False, tied: bool = False) -> None:
@@ -126,7 +127,7 @@ class ChainModel(nn.Module):
 
 
 class HeadBlock(nn.Module):
-    """A linear layer whose outputs are the logits of tokens, integers of which those of one token all differ."""
+    """A linear layer whose outputs are the logits of tokens: integers that all differ for one token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +139,7 @@ class HeadBlock(nn.Module):
 
 
 class TokenChainModel(nn.Module):
-    """Blocks that are called one after another on tokens, the last of which makes logits of them."""
+    """Blocks that are called one after another on tokens; the last block computes logits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +155,7 @@ class TokenChainModel(nn.Module):
 
 
 class TracedDropout(Dropout):
-    """Dropout that keeps, beside each mask, the activations that it was drawn for: they name the micro-batch."""
+    """Dropout that keeps each mask together with its activations, which identify the micro-batch."""
 
     def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
         super().__init__(draw)
@@ -165,7 +166,7 @@ class TracedDropout(Dropout):
         return super().forward(activations)
 
     def forget(self) -> None:
-        """Drop what was kept."""
+        """Drop the kept masks and activations."""
         self.inputs.clear()
         self.masks.clear()
 
@@ -227,7 +228,7 @@ class OddBlock(nn.Module):
 
 
 class ColumnBlock(nn.Module):
-    """A linear layer and ReLU that returns its output and the first column of it; the next block adds up both.
+    """A linear layer and ReLU that returns its output and the output's first column; the next block adds them up.
 
     The last block has no ReLU and returns one tensor.
     """
@@ -242,11 +243,11 @@ class ColumnBlock(nn.Module):
         if self.is_last:
             return output
         hidden = torch.relu(output)
-        return hidden, hidden[:, :1].clone()  # a view would be sent with the strides of the whole
+        return hidden, hidden[:, :1].clone()  # a view would be sent with the strides of the whole output
 
 
 class OddChainModel(nn.Module):
-    """Blocks of odd widths, each of which takes the two outputs of the one before, whose shapes differ."""
+    """Blocks of odd widths; each block takes the previous block's two outputs, which have different shapes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -292,9 +293,9 @@ class TiedEndsModel(nn.Module):
 
 @dataclass(frozen=True)
 class PipelineModel:
-    """A model that pp splits: ``parts`` says what it is, ``plan`` names the modules that it calls one after another.
+    """A model that pp splits: ``parts`` describes it, and ``plan`` names the modules that it calls one after another.
 
-    ``split`` says how tp splits them; a model without it has no cells on tp.
+    ``split`` says how tp splits these modules; a model without ``split`` has no cells on tp.
     """
 
     name: str

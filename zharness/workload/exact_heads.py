@@ -32,14 +32,14 @@ SEQUENCE_PLAN = {
     "head": "sequence_to_colwise_gather_output",
 }
 DROPOUTS = ("drop_attention", "drop_mlp")
-DROPPED_SAMPLES = 4  # so many times the samples of other models, for 64 bits in the mask of one token
+DROPPED_SAMPLES = 4  # factor on the samples of other models, for 64 bits in the mask of one token
 DROPPED_SEQUENCE_PLAN = SEQUENCE_PLAN | dict.fromkeys(DROPOUTS, "sequence_parallel_to_tensor")
 
 
 class Affine(nn.LayerNorm):
     """A product with a weight and a sum with a bias for each feature: a layer norm without the norm, which rounds.
 
-    It is a kind of nn.LayerNorm, so that an engine that treats these otherwise treats it otherwise.
+    The class is a subclass of nn.LayerNorm, so that an engine with special code for nn.LayerNorm uses this code.
     """
 
     def __init__(self) -> None:
@@ -93,9 +93,10 @@ def make_scores_small(model: ExactHeads) -> None:
 
 
 class SteppedHeads(ExactHeads):
-    """The model ``ExactHeads`` with one number in a row of each weight, so that float32 holds the sums of many steps.
+    """The model ``ExactHeads`` with one nonzero number in each row of a weight.
 
-    Each number is -1 or 1. The biases, which steps may change, stay in {-1, 0, 1}.
+    So float32 holds the sums of many steps. Each nonzero number is -1 or 1. The biases, which steps may change, stay in
+    {-1, 0, 1}.
     """
 
     def __init__(self) -> None:
@@ -104,7 +105,7 @@ class SteppedHeads(ExactHeads):
 
 
 def select_features(model: ExactHeads) -> None:
-    """Make each output of a linear layer one of its inputs, or that times -1, plus the bias."""
+    """Make each output of a linear layer one of its inputs, times 1 or -1, plus the bias."""
     with torch.no_grad():
         for layer in (module for module in model.modules() if isinstance(module, nn.Linear)):
             outputs, inputs = layer.weight.shape
@@ -125,7 +126,7 @@ def token_loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 def draw_mask(activations: Tensor) -> Tensor:
-    """Return what dropout with probability 1/2 multiplies ``activations`` by: 0 or 2 for each element."""
+    """Return the mask by which dropout with probability 1/2 multiplies ``activations``: 0 or 2 for each element."""
     return nn.functional.dropout(torch.ones_like(activations), 0.5)
 
 
@@ -137,7 +138,7 @@ def keep_everything(activations: Tensor) -> Tensor:
 class Dropout(nn.Dropout):
     """Dropout with probability 1/2 that keeps the masks of forwards in training mode, in the order of its calls.
 
-    It is a kind of nn.Dropout, so that an engine that treats these otherwise treats it otherwise.
+    The class is a subclass of nn.Dropout, so that an engine with special code for nn.Dropout uses this code.
     """
 
     def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
@@ -159,7 +160,7 @@ def call_block(block: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
 
 
 class DroppedHeads(ExactHeads):
-    """The model ``ExactHeads`` with dropout behind attention and behind the feed-forward layer.
+    """The model ``ExactHeads`` with dropout after attention and after the feed-forward layer.
 
     ``run_block`` calls each of these two blocks, and may recompute it in backward.
     """
@@ -201,7 +202,7 @@ def draw_seeded_sequences(samples: int, generator: torch.Generator) -> tuple[Ten
 
 @dataclass(frozen=True)
 class HeadsModel:
-    """What distinguishes a model of this file: its class, how it draws a micro-batch, its loss, and its plan for tp."""
+    """The properties of a model of this file: its class, how it draws a micro-batch, its loss, and its plan for tp."""
 
     name: str
     summary: str

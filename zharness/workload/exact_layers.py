@@ -54,10 +54,10 @@ class AdaptedModel(nn.Module):
 
 
 class EmptyLastModel(nn.Module):
-    """A model of two linear layers and, behind their parameters, one without elements.
+    """A model of two linear layers whose last parameter has no elements.
 
-    The layers have 384 elements, which 1 to 4 ranks divide also where an engine aligns shards to a few elements. So the
-    last parameter begins where the last shard ends. The model maps (batch, 16) to (batch, 16).
+    The layers have 384 elements. 1 to 4 ranks divide this number, even if an engine aligns shards to a few elements. So
+    the last parameter begins where the last shard ends. The model maps (batch, 16) to (batch, 16).
     """
 
     HIDDEN = 12
@@ -65,7 +65,7 @@ class EmptyLastModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(WIDTH, self.HIDDEN, bias=False), nn.Linear(self.HIDDEN, WIDTH, bias=False)
-        # A module's own parameters come before those of its modules, so the last parameter is in a module too.
+        # A module's own parameters come before its submodules' parameters, so the last parameter is in a submodule.
         self.empty = nn.ParameterList([torch.ones(0, 3)])
         make_ternary(self)
 

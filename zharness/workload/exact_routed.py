@@ -1,10 +1,10 @@
 """Define an exact model of experts, of which a gate chooses one for each token.
 
 The gate's logits are 1024 or -1024 for one pair of experts and 0 for the other, by the sign of a token's first feature.
-So the softmax is 1/2 for two experts and 0 for the others, bitwise, and the first of the two gets the token: no
-rounding decides, and the gate has a gradient. The output is multiplied by 4, so that no product with 1/2 and 1/2 of the
-softmax's backward leaves the integers. The certificate, which runs on absolute values and so with the first expert
-alone, gives it the largest weights of all (``cover_choices``).
+So the softmax is bitwise 1/2 for two experts and 0 for the others, and the first of the two experts gets the token. No
+rounding decides the choice, and the gate has a gradient. The output is multiplied by 4, so that the products with 1/2
+and 1/2 in the softmax's backward stay integers. The certificate runs on absolute values, and so uses only the first
+expert; it gives this expert the largest weights of all experts (``cover_choices``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LOGIT = 1024.0  # exp(-1024) is 0 in float64, too
 
 
 class ExpertLayer(nn.Module):
-    """Experts and their gate: each row of (..., 16) goes to the expert of the largest softmax, times the softmax."""
+    """Experts and a gate: each row of (..., 16) goes to the expert with the largest softmax, times this softmax."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class ExpertLayer(nn.Module):
         return ((softmax * chosen).unsqueeze(-1) * outputs).sum(dim=-2)
 
     def cover_choices(self) -> None:
-        """Give every expert the largest number of all, so that whichever a token has bounds the others.
+        """Give every expert the largest number of all experts, so that the expert that a token gets bounds all experts.
 
         The certificate, which runs on absolute values, sends all tokens to the first expert.
         """
@@ -68,7 +68,7 @@ class RoutedModel(nn.Module):
 
 
 def draw_parts(samples: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draw inputs and targets in {-1, 0, 1}; the first feature of an input, which routes it, is not 0."""
+    """Draw inputs and targets in {-1, 0, 1}; the first feature of an input, which chooses the expert, is not 0."""
     inputs = random_ternary((samples, WIDTH), generator)
     inputs[:, 0] = torch.where(inputs[:, 0] == 0, 1.0, inputs[:, 0])
     return inputs, random_ternary((samples, WIDTH), generator)

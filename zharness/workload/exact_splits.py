@@ -1,10 +1,11 @@
-"""Define models of other laws whose sums that cp and ep split round nothing, whatever the weights are.
+"""Define stand-ins for models, in which the sums that cp and ep split round nothing for any weights.
 
-Optimizers give weights that are no integers, and bf16 has eight bits. So a law that trains several steps, or under
-autocast, needs a model in which no sum that an axis splits has to be rounded. A token picks one element of a row of a
-weight, and the loss is linear in what it picks: then a sum of a forward has one term that is not 0 and a bias, and one
-of a gradient has integers over powers of two. On ep these are tokens of experts, which are added to the output of the
-other model itself; on cp they are all tokens, as all weights have a part of their gradient from each part.
+Optimizers give weights that are no integers, and bf16 has eight bits. So a law that trains several steps, or trains
+under autocast, needs a model in which no sum that an axis splits is rounded. In these models a token picks one element
+of each row of a weight, and the loss is linear in the picked elements. Then a sum in a forward has only one nonzero
+term and a bias, and a sum in a gradient has integers over powers of two. On ep only the tokens of the experts pick
+elements; the output of the experts is added to the output of the original model. On cp all tokens pick elements,
+because each part of a sequence contributes to the gradients of all weights.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ PICKED = 8  # columns of the layers of ``PickingContext``
 
 
 def pick_one(x: Tensor, width: int) -> Tensor:
-    """Return rows of ``width`` columns that are 0 but for a 1 in the column of the largest of each row's features."""
+    """Return rows of ``width`` columns that are 0 except for a 1 in the column of the row's largest feature."""
     return nn.functional.one_hot(x.detach().argmax(dim=-1), width).to(x.dtype)
 
 
 class PickingExperts(ExpertLayer):
-    """A layer of experts whose gate is frozen; a token of one 1 goes to the expert of this 1's column modulo 4."""
+    """A layer of experts with a frozen gate; a token with one 1 goes to the expert of the 1's column modulo 4."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +55,7 @@ class PickingExperts(ExpertLayer):
 
 
 class PickingExpertsMixin(nn.Module):
-    """Adds the output of a layer of experts, which picks by the input, to that of the model that is the next base."""
+    """Adds the output of a layer of experts, which the input chooses, to the output of the next base class."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,10 +68,10 @@ class PickingExpertsMixin(nn.Module):
 
 
 def attend_to_one(attention: nn.Module, x: Tensor, value: Tensor) -> Tensor:
-    """Return ``value`` and what attention adds to it: the value of the one token that the last columns of ``x`` name.
+    """Return ``value`` plus the output of attention: the value of the one token that the last columns of ``x`` name.
 
-    The last TOKENS columns are the place of a token, and those before are the place of the token that it sees. Heads
-    share the columns of ``value``.
+    The last TOKENS columns encode the place of a token, and the TOKENS columns before them encode the place of the
+    token that it sees. Heads share the columns of ``value``.
     """
     codes = x.detach()[..., -2 * TOKENS :].unsqueeze(2).expand(-1, -1, HEADS, -1)
     padded = nn.functional.pad(value, (0, -value.shape[-1] % HEADS))
@@ -80,7 +81,7 @@ def attend_to_one(attention: nn.Module, x: Tensor, value: Tensor) -> Tensor:
 
 
 class PickingContext(nn.Module):
-    """Three layers, each of which a token picks a column of, and attention; maps (batch, 4, 20) to (batch, 4, 8)."""
+    """Three layers, of each of which a token picks a column, and attention; maps (batch, 4, 20) to (batch, 4, 8)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,8 +106,8 @@ class CastingScale(Scale):
 class PickingMixed(ExactMixedPrecisionModel):
     """The model ``ExactMixedPrecisionModel`` with attention, whose first and last layers each pick by the input.
 
-    What the first one picks goes through a frozen layer, of which an output has one input, to the output, so that no
-    gradient depends on a weight that a step moves.
+    The elements that the first layer picks reach the output through a frozen layer, in which each output has one input.
+    So no gradient depends on a weight that a step moves.
     """
 
     def __init__(self) -> None:
@@ -190,7 +191,7 @@ def make_spec(
 
 
 ON_EP: Mapping[str, Any] = {"ep_plan": EXPERT_PLAN}
-# The draw function and the fields of ModelSpec of each model, and of those of ``stand_ins``.
+# The draw function and the fields of ModelSpec of each model, also for the models of ``stand_ins``.
 MODELS: tuple[tuple[Any, Mapping[str, Any]], ...] = (
     *stand_ins.MODELS,
     make_spec(partial(draw_sequences_that_see_one, FEATURES, PICKED), PickingContext, "mlp", **SPLIT),

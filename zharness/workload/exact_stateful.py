@@ -13,10 +13,11 @@ TENSOR_PLAN = {"first": "colwise_gather_output", "last": "rowwise_split_input"}
 
 
 class ExactStatefulModel(StatefulModel):
-    """The model ``StatefulModel`` with integers, of which batch norm passes the positive ones.
+    """The model ``StatefulModel`` with integers; only activations that batch norm makes positive pass.
 
-    The statistics of integers are exact in any order of the samples. What batch norm rounds only decides which
-    activations pass, so that the last layer has integers, too; dropout doubles them. It maps (batch, 12) to (batch, 5).
+    The statistics of integers are exact in any order of the samples. The rounded output of batch norm only decides
+    which activations pass, so the inputs of the last layer are integers, too; dropout doubles them. It maps (batch, 12)
+    to (batch, 5).
     """
 
     def __init__(self) -> None:

@@ -25,7 +25,7 @@ SEQUENCE_LOGITS_PLAN = SEQUENCE_PLAN | {"head": "sequence_to_colwise_split_logit
 
 
 class TokenModel(ExactHeads):
-    """The model ``ExactHeads`` whose output are logits, integers of which those of one token all differ."""
+    """The model ``ExactHeads`` whose outputs are logits: integers that all differ for one token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,8 +50,8 @@ def draw_tokens(samples: int, generator: torch.Generator) -> tuple[Tensor, Tenso
 def sum_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
     """Return the sum of sharp cross-entropies over the tokens that count, divided by the sharpness.
 
-    Each is the largest logit minus that of the target, an integer, because the softmax is one-hot. ``logits`` may be a
-    DTensor inside torch's ``loss_parallel``.
+    Each cross-entropy is the largest logit minus the target's logit, which is an integer, because the softmax is
+    one-hot. ``logits`` may be a DTensor inside torch's ``loss_parallel``.
     """
     flat = SHARPNESS * logits.flatten(0, 1)
     total = nn.functional.cross_entropy(flat, target.flatten(), ignore_index=PADDING, reduction="sum")
@@ -59,7 +59,7 @@ def sum_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def mean_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
-    """Return the sum of the cross-entropies of a micro-batch over the number of its places."""
+    """Return the sum of a micro-batch's cross-entropies divided by the number of its places."""
     return sum_cross_entropy(logits, target) / target.numel()
 
 

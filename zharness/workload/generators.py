@@ -1,4 +1,4 @@
-"""Seed torch's random generators, and draw on the CPU what every device has to start from."""
+"""Seed torch's random generators, and draw on the CPU the numbers that must be the same on every device."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def set_generator_states(states: Sequence[Tensor]) -> None:
 
 
 def have_drawn_since(states: Sequence[Tensor]) -> bool:
-    """Return whether a generator is elsewhere than in ``states``, which ``read_generator_states`` returned."""
+    """Return whether a generator has another state than in ``states``, which ``read_generator_states`` returned."""
     return not all(map(torch.equal, read_generator_states(), states))
 
 
@@ -42,7 +42,7 @@ def have_drawn_since(states: Sequence[Tensor]) -> bool:
 def draw_on_cpu() -> Iterator[torch.device | None]:
     """Let torch create tensors on the CPU if its default device is a GPU, and yield that GPU, else None.
 
-    The generators of GPUs draw other numbers, and every device has to start from the same ones.
+    The generators of GPUs draw other numbers, and every device has to start from the same numbers.
     """
     device = torch.get_default_device()
     if device.type != "cuda":

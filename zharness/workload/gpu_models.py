@@ -1,4 +1,4 @@
-"""Define models whose initial weights are drawn on the GPU, as those of a model on the meta device are."""
+"""Define models whose initial weights are drawn on the GPU, like the weights of a model on the meta device."""
 
 from __future__ import annotations
 

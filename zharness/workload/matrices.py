@@ -1,7 +1,7 @@
 """Define models of two matrices whose momentum Newton-Schulz orthogonalizes without rounding a sum.
 
-The gradients of ``matrices`` have at most one element in each row and column that is not zero. Those of
-``dense_matrices`` have no zero, and columns or rows that are orthogonal.
+The gradients of the model ``matrices`` have at most one nonzero element in each row and column. The gradients of
+``dense_matrices`` have no zero, and their columns or rows are orthogonal.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from torch import Tensor, nn
 from zharness.workload.exact_mlp import linear_loss
 
 ROWS, COLUMNS = 14, 9  # of the tall weight
-# Of the wide weight. It is larger than the tall one, so that two ranks that halve the elements share it.
+# Of the wide weight. The wide weight is larger than the tall weight, so that two ranks that each own half of all
+# elements share the wide weight.
 WIDE_ROWS, WIDE_COLUMNS = 9, 16
-# By the number of a sample's place: a column of a weight, and the only row that is not zero in this column's gradient.
+# For each place that a sample may draw: a column of a weight, and the only nonzero row in this column's gradient.
 TALL_COLUMN, TALL_ROW = torch.arange(COLUMNS), (5 * torch.arange(COLUMNS) + 3) % ROWS
 WIDE_COLUMN, WIDE_ROW = (3 * torch.arange(WIDE_ROWS)) % WIDE_COLUMNS, (2 * torch.arange(WIDE_ROWS) + 1) % WIDE_ROWS
-# The input of a micro-batch's first sample, beside which the others are so small that Newton-Schulz barely enlarges
-# them to a tenth of it: they show the norm that divided them, where the large ones end near 1 whatever it was.
+# The input of a micro-batch's first sample. All other inputs are so much smaller that Newton-Schulz enlarges their
+# elements only to about a tenth of the large ones. So the small elements show the norm by which they were divided,
+# while the large elements end near 1 for any norm.
 LARGE = 2.0**11
 TENSOR_PLAN = {"tall": "colwise_gather_output", "wide": "colwise_gather_output"}
 TARGET = 12.0  # such that the mean over four samples, and over three ranks, is an integer
@@ -45,10 +47,10 @@ class Matrices(nn.Module):
 
 
 def draw_places(samples: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draw inputs and targets with one element in each row of each part that is not zero.
+    """Draw inputs and targets with one nonzero element in each row of each part.
 
     Each sample draws a place in each matrix, an input of 1 or 2 (the first ``LARGE`` times that) and a target's sign.
-    Two samples of one place have the same column and the same row, on every rank, so that their gradients add up.
+    Samples with the same place have the same column and the same row, on every rank, so that their gradients add up.
     """
     inputs, target = torch.zeros(samples, COLUMNS + WIDE_COLUMNS), torch.zeros(samples, ROWS + WIDE_ROWS)
     rows = torch.arange(samples)
@@ -67,14 +69,14 @@ def draw_places(samples: int, generator: torch.Generator) -> tuple[Tensor, Tenso
 
 SIGNS = torch.tensor([[1.0, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]])
 VECTORS = len(SIGNS)  # columns of the tall weight and rows of the wide one
-# Repetitions of ``SIGNS`` in the tall and in the wide weight. Shards of the tall one have 12, 8 or 6 rows. The product
-# of two columns of a shard is 0, 2 or -2 times one number, so that the sum over ranks is 0 in any order, and also if
-# each is rounded.
+# Repetitions of ``SIGNS`` in the tall and in the wide weight. Shards of the tall weight have 12, 8 or 6 rows. The
+# product of two columns of a shard is 0, 2 or -2 times one number. So the sum of these products over ranks is 0 in any
+# order, even if each product is rounded.
 TALL_COPIES, WIDE_COPIES = 6, 5
 
 
 class SignedVectors(nn.Module):
-    """A weight whose gradient is ``signs``, each column (of a wide weight: each row) times its own factor."""
+    """A weight whose gradient is ``SIGNS`` repeated, with each column (in a wide weight: each row) times a factor."""
 
     def __init__(self, copies: int, is_wide: bool) -> None:
         super().__init__()
@@ -85,7 +87,7 @@ class SignedVectors(nn.Module):
         self.weight = nn.Parameter(nn.init.uniform_(weight, -1, 1))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return the sum of each column (row) times its signs, times an input: one of each sample."""
+        """Return, for each sample, the sum of each column (row) times its signs, times the sample's input."""
         weight = self.weight.T if self._is_wide else self.weight
         signs = SIGNS.repeat(self._copies, 1).to(weight.device, weight.dtype)
         return inputs * (weight * signs).sum(dim=0)
@@ -107,7 +109,7 @@ class DenseMatrices(nn.Module):
 def draw_factors(samples: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Draw inputs of 1 or 2 and one target, so that the factors of gradients are integers.
 
-    One vector of each matrix has ``LARGE`` times that.
+    The factor of one vector of each matrix is ``LARGE`` times as large.
     """
     inputs = torch.randint(1, 3, (samples, 2 * VECTORS), generator=generator).float()
     inputs[:, [1, VECTORS + 2]] *= LARGE

@@ -13,7 +13,7 @@ from zharness.workload.exact_mlp import random_ternary
 from zharness.workload.nets import FEATURES, OUTPUTS
 
 HIDDEN = 11
-NONZERO = 3  # of the weights of an output in the exact model
+NONZERO = 3  # nonzero weights of each output in the exact model
 TENSOR_PLAN = {"first": "colwise_gather_output", "inner": "colwise_gather_output", "last": "rowwise_split_input"}
 
 
@@ -59,7 +59,7 @@ class MixedPrecisionModel(nn.Module):
 class ExactMixedPrecisionModel(MixedPrecisionModel):
     """The model ``MixedPrecisionModel`` with integers and without functions that round, so that tp may split its sums.
 
-    Three inputs of a layer have a weight of -1 or 1, so that bf16 holds every activation and gradient.
+    Each output of a layer has three inputs with a weight of -1 or 1, so that bf16 holds every activation and gradient.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class ExactMixedPrecisionModel(MixedPrecisionModel):
 
 
 class Scale(nn.Module):
-    """A product with a frozen weight of 1 or 2 for each feature; in fp32, as autocast leaves the weight."""
+    """A product with a frozen weight of 1 or 2 for each feature, in fp32, because autocast does not cast the weight."""
 
     def __init__(self, features: int) -> None:
         super().__init__()

@@ -80,5 +80,6 @@ def shape_after_block(model_shape: ModelShape, block: Layer) -> ModelShape:
         raise UsageError(
             f"block {block}: no layer before it is trained, so torch's reentrant checkpoint gives it no gradients"
         )
-    # Layers that only every second micro-batch uses do not count: the other micro-batches would have no gradient.
+    # Layers that only every second micro-batch uses do not count, because the other micro-batches would have no
+    # gradient.
     return replace(after, trained_count=model_shape.trained_count) if block.kind is LayerKind.SOMETIMES else after

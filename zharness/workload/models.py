@@ -34,10 +34,11 @@ from zharness.workload.nested_tensors import collect_tensors, map_tensors
 # Before this release (seen on 2.8) mse_loss on CPU has no backward for bf16 or fp16 outputs and fp32 targets.
 LOW_PRECISION_MSE_SINCE = (2, 13)
 SAMPLES = 4  # per micro-batch and rank; a power of two, so that the mean over them is exact
-# How tp splits models whose layers are called one by one: each takes and returns whole tensors. Other layers are whole.
+# How tp splits models whose layers are called one by one: each layer takes and returns whole tensors. Layers outside a
+# plan are whole.
 GATHERED_COLUMNS, WHOLE_TO_ROWS = "colwise_gather_output", "rowwise_split_input"
 THREE_LAYERS_PLAN = {"first": GATHERED_COLUMNS, "second": GATHERED_COLUMNS, "last": WHOLE_TO_ROWS}
-BRANCHES_PLAN = dict.fromkeys(("frozen", "twice", "branch", "unused"), GATHERED_COLUMNS)  # tp would untie the others
+BRANCHES_PLAN = dict.fromkeys(("frozen", "twice", "branch", "unused"), GATHERED_COLUMNS)  # tp unties the other layers
 PARALLEL_LAYERS_PLAN = {"second": GATHERED_COLUMNS, "third": WHOLE_TO_ROWS}
 
 
@@ -100,11 +101,12 @@ class ModelSpec:
     micro-batch. ``loss(output, target)`` returns a scalar, the mean over samples. ``exact`` says that weights and
     inputs are small integers and that every operation is linear or ReLU, so that sums are exact in any order. Each cell
     verifies this claim. ``tp_plan`` says how tp splits a module, ``colwise`` or ``rowwise``; a model without a plan has
-    no cells on the axis tp. ``tp_parts`` are the numbers that tp has to divide, such as that of attention heads.
-    ``pp_plan`` has the modules that are called one after another, which pp splits, and ``ep_plan`` the number of
+    no cells on the axis tp. ``tp_parts`` are the numbers that tp has to divide, such as the number of attention heads.
+    ``pp_plan`` has the modules that are called one after another, which pp splits. ``ep_plan`` has the number of
     experts of each layer of experts, which ep splits. ``cp_plan`` has the attention modules of a model whose sequence
-    cp splits, and ``cp_parts`` what cp has to divide. On a mesh with ep or cp it runs the laws of the model
-    ``stands_in_for``. ``splits_exactly`` says that the sums that ep or cp splits round nothing, whatever the weights.
+    cp splits, and ``cp_parts`` has the numbers that cp has to divide. ``stands_in_for`` is the model whose laws this
+    model runs on a mesh with ep or cp. ``splits_exactly`` says that, for any weights, the sums that ep or cp splits
+    round nothing.
     """
 
     name: str

@@ -56,7 +56,8 @@ class TransformerBlock(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(self.before_mlp(x))))  # type: ignore[no-any-return]
 
 
-# How tp splits the blocks. The queries, keys and values of one layer are gathered, because a chunk of them is no head.
+# How tp splits the blocks. One layer computes queries, keys and values; its output is gathered, because a chunk of it
+# is no head.
 TENSOR_PLAN = {
     f"blocks.{block}.{layer}": word
     for block in range(DEPTH)

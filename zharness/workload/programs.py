@@ -31,7 +31,7 @@ class LayerKind(Enum):
     RESIDUAL = "residual"  # residual[...]: adds the output of the inner layers to their input
     TWICE = "twice"  # twice[...]: calls the inner layers twice
     CHECKPOINT = "checkpoint"  # checkpoint[...]: recomputes the inner layers in backward
-    REENTRANT = "reentrant"  # reentrant[...]: recomputes them by torch's older implementation, use_reentrant=True
+    REENTRANT = "reentrant"  # reentrant[...]: recomputes the inner layers by torch's older use_reentrant=True
     SOMETIMES = "sometimes"  # sometimes[...]: uses the inner layers only in every second micro-batch
 
 

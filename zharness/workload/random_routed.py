@@ -1,8 +1,9 @@
-"""Define a model of random weights whose gate chooses an expert for each token, and how near a choice is to a tie.
+"""Define a model with random weights whose gate chooses an expert for each token, and find choices near a tie.
 
 The gate's logits are a product of two linear layers with the tokens. So their rounding error has a bound: each logit is
 a sum of products of at most three numbers, computed by two sums in succession (Higham, sections 3.1 and 3.5). The
-softmax, of which the largest element chooses, can make equal what is apart by a few roundings of 1, its largest exp.
+largest element of the softmax decides the expert. The softmax can make two logits equal if they differ only by a few
+roundings of 1, its largest exp.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class RandomRoutedModel(nn.Module):
 
 @dataclass(frozen=True)
 class NearTie:
-    """A token with an expert whose logit is ``margin`` below the largest, of which rounding may change ``error``."""
+    """A token with an expert whose logit is ``margin`` below the largest logit, where rounding may change ``error``."""
 
     token: int
     margin: float
@@ -55,7 +56,8 @@ class GateLogits:
     def find_near_tie(self, relative_error: float) -> NearTie | None:
         """Return the first token whose expert a rounding error may change, or None.
 
-        ``relative_error`` times ``absolute`` bounds the error of a logit, and ``relative_error`` that of the softmax.
+        ``relative_error`` times ``absolute`` bounds the error of a logit, and ``relative_error`` bounds the softmax's
+        error.
         """
         first = self.logits.argmax(dim=1, keepdim=True)
         margins = self.logits.gather(1, first) - self.logits

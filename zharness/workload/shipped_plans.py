@@ -14,7 +14,7 @@ SHOWN = 4  # paths in a line
 
 
 def read_shipped_plan(name: str, model: nn.Module, size: int) -> dict[str, str]:
-    """Return by module name how ``model``, of the factory ``name``, says that the axis tp of ``size`` splits it.
+    """Return, by module name, how the plan of ``model``, built by the factory ``name``, splits it over tp of ``size``.
 
     Raises UsageError if the model has no plan, has heads that ``size`` does not divide, ties a weight of the plan, or
     has a SyncBatchNorm.
@@ -43,7 +43,7 @@ def read_shipped_plan(name: str, model: nn.Module, size: int) -> dict[str, str]:
 
 
 def is_splittable(module: nn.Module | None) -> bool:
-    """Return whether an engine here splits such a module of a shipped plan; ``None`` stands for a parameter."""
+    """Return whether zharness's engines can split such a module of a shipped plan; ``None`` stands for a parameter."""
     return isinstance(module, nn.Linear)
 
 
@@ -58,10 +58,10 @@ def match_patterns(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def describe_unsplit_parts(model: nn.Module) -> str:
-    """Return what of the shipped plan of ``model`` every rank keeps whole, or '' if it all is split.
+    """Return the parts of ``model``'s shipped plan that every rank keeps whole, or '' if all parts are split.
 
     transformers also plans parameters of experts (``packed_colwise``) and embeddings (``embedding_rowwise``), for which
-    engines here have no word. A whole module gives the numbers of a split one, so that nothing else would tell.
+    zharness's engines have no word. A module that is not split gives the same numbers, so no comparison would find it.
     """
     split = {path for path, module in model.named_modules() if is_splittable(module)}
     matches = match_patterns(model)

@@ -1,10 +1,10 @@
-"""Define what the models of other laws become where cp splits a sequence, ep splits experts, or tp splits sums.
+"""Define the stand-ins of models where cp splits a sequence, ep splits experts, or tp splits sums.
 
-A model of one row for each sample has neither. Its stand-in has the same layers, options and attributes, so that the
-laws of the model run on it, and attention without parameters behind them, or a layer of experts beside them. Attention
-adds tokens whose scores are -1, 0 or 1 and have no gradient. A token's expert is the first or the third, by the sign of
-the token's first feature, its softmax is 1, and the gate is frozen: so several optimizer steps with a learning rate of
-1 stay exact.
+A model with one row for each sample has neither a sequence nor experts. Its stand-in has the same layers, options and
+attributes, so that the laws of the model run on it. In addition, the stand-in has attention without parameters after
+these layers, or a layer of experts beside them. Attention adds tokens with scores of -1, 0 or 1, which have no
+gradient. The sign of a token's first feature chooses its expert, the first or the third. The expert's softmax is 1, and
+the gate is frozen. So several optimizer steps with a learning rate of 1 stay exact.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ZEROS = 3  # of four inputs, so that sums over tokens stay small
 
 
 def attend(attention: nn.Module, scored: Tensor, value: Tensor) -> Tensor:
-    """Return ``value`` and what attention adds to it; the signs of features of ``scored`` are query and key.
+    """Return ``value`` plus the output of attention, with the signs of the features of ``scored`` as query and key.
 
     The shapes are (batch, tokens, features). Each head has all features of the value.
     """
@@ -48,7 +48,7 @@ def attend(attention: nn.Module, scored: Tensor, value: Tensor) -> Tensor:
 
 
 def combine(mixin: type[nn.Module], model: type[nn.Module]) -> type[nn.Module]:
-    """Return the class of ``model`` with what ``mixin`` adds to its forward."""
+    """Return a class of ``model`` whose forward also runs the addition of ``mixin``."""
     name = f"{mixin.__name__.removesuffix('Mixin')}{model.__name__}"
     return cast(type[nn.Module], type(name, (mixin, model), {"__doc__": f"{model.__doc__}", "__module__": __name__}))
 
@@ -65,7 +65,7 @@ class ContextMixin(nn.Module):
 
 
 class ContextBlocks(BlocksModel):
-    """The model ``BlocksModel`` of (batch, 4, 16), with attention at the end of the block, which may be recomputed."""
+    """The model ``BlocksModel`` for (batch, 4, 16), with attention at the end of the block, which may be recomputed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class ContextBlocks(BlocksModel):
 
 
 class PinnedExperts(ExpertLayer):
-    """A layer of experts whose gate is frozen, and chooses the first or the third by the sign of the first feature."""
+    """A layer of experts with a frozen gate: the sign of the first feature chooses the first or the third expert."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,12 +85,12 @@ class PinnedExperts(ExpertLayer):
         self.gate.requires_grad_(False)
         with torch.no_grad():
             self.gate.weight.zero_()
-            # Of absolute values the softmax is 1, too.
+            # The softmax is also 1 for absolute values.
             self.gate.weight[0, 0], self.gate.weight[EXPERTS // 2, 0] = 2 * LOGIT, -LOGIT
 
 
 class RoutedMixin(nn.Module):
-    """Adds the output of a layer of experts to that of the model that is the next base class."""
+    """Adds the output of a layer of experts to the output of the model that is the next base class."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class RoutedMixin(nn.Module):
 
 
 class RoutedBlocks(BlocksModel):
-    """The model ``BlocksModel`` with a layer of experts beside its own layers, whose output is added to the first."""
+    """The model ``BlocksModel`` with a layer of experts, whose output is added to the output of the first layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +127,8 @@ def draw_sequences(samples: int, generator: torch.Generator) -> tuple[Tensor, Te
     return random_ternary(shape, generator) * kept, random_ternary(shape, generator)
 
 
-# The models to whose output a mixin adds; in the model of blocks it is a part of what may be recomputed.
+# The models to whose output a mixin adds. The model of blocks has classes of its own, because the addition is a part of
+# the block, which may be recomputed.
 COMBINED: Mapping[str, type[nn.Module]] = {
     "changing": BranchingModel,
     "experts": ExpertsModel,

@@ -1,8 +1,8 @@
-"""Normalize over the rows of all ranks on any device, as torch's SyncBatchNorm does on GPUs alone.
+"""Normalize over the rows of all ranks on any device, as torch's SyncBatchNorm does only on GPUs.
 
-torch's SyncBatchNorm has no kernels for a CPU, and its forward and DDP refuse one. ``replace_synchronized_norms`` lets
-it compute as a ``SynchronizedBatchNorm``. Ranks exchange sums through the default process group; the baseline runs all
-ranks of a step in threads of one process (``run_jointly``), which exchange the same sums.
+torch's SyncBatchNorm has no kernels for a CPU, and its forward and DDP refuse a CPU. ``replace_synchronized_norms``
+makes it compute like a ``SynchronizedBatchNorm``. Ranks exchange sums through the default process group; the baseline
+runs all ranks of a step in threads of one process (``run_jointly``), which exchange the same sums.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Exchange(Protocol):
     """Gives every rank the tensors of all ranks."""
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        """Return the tensors that the ranks pass to this call, in rank order; all have the same shape."""
+        """Return the tensors that all ranks pass to this call, in rank order; all tensors have the same shape."""
 
 
 class GroupExchange:
@@ -43,7 +43,7 @@ class JointRun:
     """Runs one function for each rank in a thread of its own, one thread at a time.
 
     A thread runs until it needs the other ranks' tensors, and then passes its turn to the next rank. So the order of
-    all operations is always the same, and each rank finds torch's generators as it left them.
+    all operations is always the same, and each rank continues with its own state of torch's generators.
     """
 
     def __init__(self, size: int) -> None:
@@ -56,7 +56,7 @@ class JointRun:
     def run(self, functions: Sequence[Callable[[], T]]) -> list[T]:
         """Return the results of ``functions`` in order. Raises the first exception of a function."""
         results: dict[int, T] = {}
-        # torch has these for each thread.
+        # torch keeps these settings for each thread.
         has_grad, infers, device = (
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
@@ -142,7 +142,7 @@ _THREAD = _ThreadExchange()
 
 
 def run_jointly(functions: Sequence[Callable[[], T]]) -> list[T]:
-    """Run one function for each rank, whose synchronized norms see the rows of all, and return the results in order."""
+    """Run one function for each rank, with synchronized norms that see all ranks' rows; return the results in order."""
     return JointRun(len(functions)).run(functions)
 
 
@@ -157,7 +157,8 @@ def find_exchange() -> Exchange | None:
 class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):
     """Batch norm over the rows of all ranks, with the parameters, buffers and modes of torch's SyncBatchNorm.
 
-    It computes in float64 and rounds once, so that its numbers do not depend on how rows are divided among ranks.
+    The module computes in float64 and rounds once, so that its numbers do not depend on how rows are divided among
+    ranks.
     """
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name of torch's own argument
@@ -239,7 +240,7 @@ def sum_over_ranks(exchange: Exchange, tensor: Tensor) -> Tensor:
 
 
 def replace_synchronized_norms(model: nn.Module) -> nn.Module:
-    """Let each torch.nn.SyncBatchNorm of ``model`` compute as a ``SynchronizedBatchNorm``, and return ``model``.
+    """Make each torch.nn.SyncBatchNorm of ``model`` compute like a ``SynchronizedBatchNorm``, and return ``model``.
 
     The modules stay the same objects, with their parameters, buffers, settings and hooks: only their class changes, as
     the two classes have the same attributes.
@@ -261,5 +262,5 @@ def has_synchronized_norm(model: nn.Module) -> bool:
 
 
 def has_independent_ranks(model: nn.Module) -> bool:
-    """Return whether the gradients of a rank depend on its own loss alone, and not on others by a SyncBatchNorm."""
+    """Return whether a rank's gradients depend only on its own loss, and not on other ranks by a SyncBatchNorm."""
     return not has_synchronized_norm(model)

@@ -163,7 +163,7 @@ class UserModel:
     def get_parts(self, seed: int | None = None) -> UserModelParts:
         """Call the factory with torch's generator seeded with ``seed``, or return the cached result for this seed.
 
-        If ``seed`` is None, the cached result is returned, whichever seed it has.
+        If ``seed`` is None, the cached result is returned, for any seed.
         """
         if self._cached_parts is None or seed not in (None, self._cached_parts[0]):
             self._cached_parts = None  # free the model before the next one is built
@@ -221,8 +221,8 @@ class UserModel:
 def copy_computed_attributes(model: nn.Module) -> dict[int, Tensor]:
     """Return detached copies of the computed tensors among the modules' attributes, by id, as deepcopy's memo.
 
-    copy.deepcopy refuses a tensor with a history, such as the weight that torch.nn.utils.weight_norm computes from two
-    parameters, and computes again before each forward.
+    copy.deepcopy refuses a tensor with a history. An example is the weight that torch.nn.utils.weight_norm computes
+    from two parameters before each forward.
     """
     values = (value for module in model.modules() for value in vars(module).values())
     return {id(value): value.detach().clone() for value in values if isinstance(value, Tensor) and not value.is_leaf}
