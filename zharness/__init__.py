@@ -79,7 +79,8 @@ A file imports files of a lower floor, or of its own package (``suites/meta/test
    (``world/deadline.py``, ``world/postmortem.py``) or it can only wait for a rank that will not come
    (``world/part_departures.py``).
 7. Judge, in a process that never imported the engine. ``law_kit/judge_context.py`` gives the law the evidence and the
-   ``parity/baseline.py`` (``parity/baseline_cache.py``); ``parity/compare.py`` compares within
+   ``parity/baseline.py`` (``parity/baseline_cache.py``); ``law_kit/reduced_grads.py`` pairs the gradients of all ranks
+   with plain PyTorch's, and ``parity/compare.py`` compares them within
    ``parity/bounds.py`` (``parity/grad_parts.py``) or exactly (``parity/certificate.py``);
    ``parity/attribution.py`` explains a mismatch.
 8. The verdict. ``run/verdicts.py`` concludes, ``run/locate.py`` searches the first module that departs, and

@@ -160,10 +160,10 @@ def test_a_state_that_torch_cannot_step_from_is_left_to_the_replay() -> None:
 def test_a_clipped_step_is_right_and_an_unclipped_one_is_wrong(factor: float) -> None:
     weight, grad = drawn(0), drawn(1)
     moved = weight - grad * factor
-    step, two = ClippedSgdStep(weight, grad, ClipFactor(factor)), trial(moved, moved)
-    assert {each.tier for each in step.compare_in_pieces(two, [moved, moved], PLACE)} == {Tier.STAGED}
-    assert step.compare_in_pieces(two, [moved.view(-1, 1)] * 2, PLACE) == [], "of another shape"
+    step = ClippedSgdStep(weight, grad, ClipFactor(factor))
+    assert {each.tier for each in step.compare_in_pieces([moved, moved], PLACE)} == {Tier.STAGED}
+    assert step.compare_in_pieces([moved.view(-1, 1)] * 2, PLACE) == [], "of another shape"
     assert step.compare_weight(PLACE, moved).mismatch is None
     other = ClippedSgdStep(weight, grad, ClipFactor(factor / 2))
-    assert other.compare_in_pieces(two, [moved, moved], PLACE) == []
+    assert other.compare_in_pieces([moved, moved], PLACE) == []
     assert other.compare_weight(PLACE, moved).mismatch is not None

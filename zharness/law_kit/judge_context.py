@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -12,27 +12,21 @@ from torch import Tensor
 from zharness.engines.protocol import Capabilities, Feature
 from zharness.errors import EngineContractError
 from zharness.law_kit.default_training import DEFAULT_TRAINING, TrainingConfig
+from zharness.law_kit.reduced_grads import ReducedGrad
 from zharness.law_kit.setting import DEFAULT_SETTING, Setting
 from zharness.mesh import DEFAULT_MESH, Mesh
-from zharness.parity import Comparison, Part, RankEvidence, compare_bitwise, compare_ranks, compare_within_bound
-from zharness.parity.attribution import GradientTerms, SuspectedGradients, attribute_mismatch, fit_scale
+from zharness.parity import Comparison, Part, RankEvidence, compare_bitwise, compare_ranks
+from zharness.parity.attribution import GradientTerms, SuspectedGradients, fit_scale
 from zharness.parity.baseline import Baseline, LocalResult, LossWeighting, Objective
 from zharness.parity.bounds import (
     BoundedTensor,
-    float64_mean,
     mean_and_bound,
-    means_in_torch_orders,
     unit_roundoff,
-    upper_mean_bound,
 )
-from zharness.parity.certificate import Exactness, certify_exactness
+from zharness.parity.certificate import NOT_EXACT, Exactness, as_exactness, certify_exactness
 from zharness.parity.compare import (
-    CHUNK_ELEMENTS,
     attach_plain_values,
-    build_plain_match,
     check_names,
-    compare_in_chunks,
-    is_bitwise_equal,
 )
 from zharness.parity.comparison import TensorLocation
 from zharness.parity.grad_parts import bound_orders
@@ -155,7 +149,7 @@ class JudgeContext:
                     for hint, losses in (suspects or {}).items()
                 }
                 yield from self._compare_reduced_grad(
-                    name, records, micros, step, exact, scale, suspected_grads if explain else None
+                    name, records, micros, step, as_exactness(exact), scale, suspected_grads if explain else None
                 )
 
     def check_gradient_names(self, expected: Collection[str], record: Mapping[str, Tensor]) -> None:
@@ -208,128 +202,36 @@ class JudgeContext:
         records: Sequence[Mapping[str, Tensor]],
         micros: Sequence[Sequence[LocalResult]],
         step: int,
-        exact: bool | Exactness,
+        exactness: Exactness,
         scale: float,
         suspects: SuspectedGradients | None,
     ) -> Iterator[Comparison]:
         """Compare one parameter's reduced gradient with the expected gradient on every rank, and between ranks."""
-        local_grads = self._collect_local_grads(name, micros)
-        rank_values = [record[name] for record in records]
-        order_error = scale * bound_orders(name, micros)
-        # An empty list means that the gradient is small, differs between ranks or is wrong. The whole gradient is then
-        # compared, because pieces neither pass nor describe it: a mismatch and its hints are about a whole gradient.
-        yield from self.compare_grad_in_pieces(
-            name, local_grads, rank_values, step, exact, scale
-        ) or self._compare_whole_grad(name, local_grads, rank_values, step, exact, scale, suspects, order_error)
-        yield from compare_ranks(self.location(name, Part.REDUCTION, step), rank_values)
+        grad = self.build_reduced_grad(
+            name, self._collect_local_grads(name, micros), [record[name] for record in records], step, exactness, scale
+        )
+        yield from grad.compare(suspects, scale * bound_orders(name, micros))
+        yield from compare_ranks(self.location(name, Part.REDUCTION, step), grad.rank_grads)
 
-    def compare_grad_in_pieces(
+    def build_reduced_grad(
         self,
         name: str,
         local_grads: GradientTerms,
         rank_grads: Sequence[Tensor],
         step: int = 0,
-        exact: bool | Exactness = False,
+        exactness: Exactness = NOT_EXACT,
         scale: float = 1.0,
-    ) -> list[Comparison]:
-        """Compare one large gradient on every rank, piece by piece.
-
-        Return an empty list if the gradient is small, differs between ranks or is wrong: the caller then compares the
-        whole gradient. A gradient that is equal on all ranks is compared once. A bound is computed only for the pieces
-        that differ from torch's own mean.
-        """
-        first = rank_grads[0]
-        if first.numel() <= CHUNK_ELEMENTS or any(term.shape != first.shape for row in local_grads for term in row):
-            return []
-        flat, reduce_dtype = (
-            [[term.flatten() for term in row] for row in local_grads],
-            self.get_reduce_dtype(name, first.dtype),
+    ) -> ReducedGrad:
+        """Return the gradients of the parameter ``name`` on all ranks, with the local gradients for a comparison."""
+        return ReducedGrad(
+            lambda rank: self.location(name, Part.REDUCTION, step, rank),
+            local_grads,
+            rank_grads,
+            self.get_reduce_dtype(name, rank_grads[0].dtype),
+            exactness,
+            scale,
+            self.baseline.loss_scale,
         )
-
-        def compare(piece: slice, values: Tensor) -> list[Comparison]:
-            """Compare one piece of rank 0's gradient with the mean of the local gradients."""
-            terms = [[term[piece] for term in row] for row in flat]
-            if self.baseline.loss_scale == 1 and any(
-                torch.equal(mean.to(values.dtype), values) for mean in means_in_torch_orders(terms, scale, reduce_dtype)
-            ):
-                place = self.location(name, Part.REDUCTION, step)
-                if exact:
-                    return [compare_bitwise(place, values, values)]
-                flat_terms = [term for row in terms for term in row]
-                return [build_plain_match(place, values, upper_mean_bound(flat_terms, scale, reduce_dtype, values))]
-            return list(self._compare_whole_grad(name, terms, [values], step, exact, scale, None))
-
-        return self.compare_pieces_once(rank_grads, compare)
-
-    def compare_pieces_once(
-        self, rank_tensors: Sequence[Tensor], compare: Callable[[slice, Tensor], list[Comparison]]
-    ) -> list[Comparison]:
-        """Compare a large tensor that is equal on all ranks once, in pieces, and return the result for every rank.
-
-        ``compare(piece, values)`` compares the elements ``values`` of rank 0's tensor. Returns an empty list if the
-        tensor is small, differs between ranks, or is wrong.
-        """
-        values = rank_tensors[0].flatten()
-        if values.numel() <= CHUNK_ELEMENTS or not all(
-            is_bitwise_equal(rank_tensors[0], record) for record in rank_tensors[1:]
-        ):
-            return []
-        comparisons = compare_in_chunks(lambda piece: compare(piece, values[piece]), values.numel())
-        places = [comparison.location for comparison in comparisons if comparison.location is not None]
-        return [
-            replace(comparison, location=replace(place, seen_on=rank))
-            for comparison, place in zip(comparisons, places, strict=True)
-            for rank in range(len(rank_tensors))
-        ]
-
-    def _compare_whole_grad(
-        self,
-        name: str,
-        local_grads: GradientTerms,
-        rank_grads: Sequence[Tensor],
-        step: int,
-        exact: bool | Exactness,
-        scale: float,
-        suspects: SuspectedGradients | None,
-        order_error: Tensor | float = 0.0,
-    ) -> Iterator[Comparison]:
-        """Compare one gradient on every rank with the mean of ``local_grads[rank][micro-batch]`` times ``scale``.
-
-        A mismatch gets a hint about its cause; ``suspects`` holds gradients that may explain it. If ``suspects`` is
-        None, mismatches get no hint. ``order_error`` is added to the bound.
-        """
-        terms = [[scale * grad.double() for grad in row] for row in local_grads]
-        flat, reduce_dtype = [term for row in terms for term in row], self.get_reduce_dtype(name, rank_grads[0].dtype)
-        mean, bound = (
-            mean_and_bound(flat, reduce_dtype, rank_grads[0].dtype) if not exact else (float64_mean(flat), None)
-        )
-        reason = exact.reason if isinstance(exact, Exactness) else ""
-        note = f"compared within the bound of the reduction (tier S), not bitwise (tier X): {reason}" if reason else ""
-        rank_0_match: Comparison | None = None
-        for rank, actual in enumerate(rank_grads):
-            place = self.location(name, Part.REDUCTION, step, rank)
-            if rank_0_match is not None and is_bitwise_equal(rank_grads[0], actual):
-                yield replace(rank_0_match, location=place)  # equal to rank 0's gradient, which matched
-                continue
-            comparison = (
-                compare_bitwise(place, mean, actual)
-                if bound is None
-                else compare_within_bound(place, mean, actual, bound + order_error)
-            )
-            comparison = replace(comparison, note=note) if note else comparison
-            explained = (
-                comparison
-                if suspects is None
-                else attribute_mismatch(comparison, actual, terms, rank_grads, suspects, reduce_dtype)
-            )
-            rank_0_match = explained if rank == 0 and explained.mismatch is None else rank_0_match
-            yield attach_plain_values(explained, partial(self._compute_plain_mean, terms, reduce_dtype, actual.dtype))
-
-    def _compute_plain_mean(self, terms: GradientTerms, reduce_dtype: torch.dtype, grad_dtype: torch.dtype) -> Tensor:
-        """Return the mean of all terms as plain PyTorch computes it in the reduce dtype and with the loss scale."""
-        scale = self.baseline.loss_scale
-        stack = torch.stack([(scale * term).to(reduce_dtype) for row in terms for term in row])
-        return stack.mean(0).to(grad_dtype) / scale
 
     def certify_exactness(self, steps: range, objective: Objective | None = None) -> Exactness:
         """Return whether tier X applies to the mean of the gradients of these micro-batches, and if not, the reason."""

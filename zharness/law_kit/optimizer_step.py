@@ -26,6 +26,7 @@ from zharness.law_kit.hints import (
 )
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.record_comparisons import compare_record_of_ranks
+from zharness.law_kit.reduced_grads import match_equal_tensors
 from zharness.parity import Comparison, Part, Tier, compare_bitwise, compare_within_bound
 from zharness.parity.bounds import BoundedTensor, unit_roundoff
 from zharness.parity.compare import (
@@ -244,9 +245,7 @@ class ClippedSgdStep:
     grad: Tensor
     clip_factor: ClipFactor
 
-    def compare_in_pieces(
-        self, ctx: JudgeContext, records: Sequence[Tensor], location: TensorLocation
-    ) -> list[Comparison]:
+    def compare_in_pieces(self, records: Sequence[Tensor], location: TensorLocation) -> list[Comparison]:
         """Compare a large weight after the step on every rank. Return an empty list if the weight is small or wrong."""
         weight, grad = self.weight.flatten(), self.grad.flatten()
 
@@ -258,7 +257,7 @@ class ClippedSgdStep:
             return [part.compare_weight(location, weight_after)]
 
         same_shape = all(tensor.shape == self.weight.shape for tensor in (self.grad, *records))
-        return ctx.compare_pieces_once(records, compare_piece) if same_shape else []
+        return match_equal_tensors(records, compare_piece) if same_shape else []
 
     def compare_weight(self, location: TensorLocation, weight_after: Tensor) -> Comparison:
         """Compare the weight after the step with ``weight - clip_factor * grad``."""

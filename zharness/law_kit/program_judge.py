@@ -36,11 +36,6 @@ from zharness.law_kit.program_steps import (
 )
 from zharness.law_kit.program_suspects import (
     WindowBackwards,
-    make_added_again_suspects,
-    make_alone_suspects,
-    make_kept_suspects,
-    make_summed_again_suspects,
-    make_undivided_suspects,
     make_unreduced_suspects,
     scale_local_grads,
 )
@@ -182,15 +177,11 @@ class ProgramJudge:
         """
         self.last_grads_position = position
         ranks, recorded = self.sum_factor, self.ctx.rank_records("grads", position)[0]
-        rows, factor = self.backwards.rows, ranks / self.program.window
-        suspects = make_summed_again_suspects(rows, ranks)
-        suspects |= self.backwards.list_reduced_again(self.ctx.mesh, self.program, ranks)
-        suspects |= make_kept_suspects(self.backwards.list_kept_by_hint(), rows, factor)
-        suspects |= make_alone_suspects(self.backwards.failed, self.backwards.discarded, factor)
-        suspects |= make_added_again_suspects(self.backwards.micros, rows, factor)
-        suspects |= make_undivided_suspects(self.backwards.unreduced, rows, self.program.window, factor)
+        suspects = self.backwards.make_suspects(self.ctx.mesh, self.program, ranks)
         if is_repeated:
-            suspects |= make_unreduced_suspects(self.ctx.evidence[0].layout, rows, ranks, self.program.window)
+            suspects |= make_unreduced_suspects(
+                self.ctx.evidence[0].layout, self.backwards.rows, ranks, self.program.window
+            )
         micros, exact = self.add_zero_grads(recorded), self.certify_window()
         comparisons = self.ctx.compare_reduced_grads(
             "grads", micros, position, exact=exact, scale=self.grad_scale, suspects=suspects

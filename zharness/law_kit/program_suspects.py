@@ -74,6 +74,21 @@ class WindowBackwards:
         self.add(row, micro)
         self.failed.append(row)
 
+    def make_suspects(self, mesh: Mesh, program: Program, ranks: int) -> dict[str, list[list[LocalResult]]]:
+        """Return, by hint, the gradients that wrong engines would have after these backwards.
+
+        ``ranks`` is the world size if the engine sums gradients over ranks, or 1 if it averages them.
+        """
+        factor = ranks / program.window
+        return {
+            **make_summed_again_suspects(self.rows, ranks),
+            **self.list_reduced_again(mesh, program, ranks),
+            **make_kept_suspects(self.list_kept_by_hint(), self.rows, factor),
+            **make_alone_suspects(self.failed, self.discarded, factor),
+            **make_added_again_suspects(self.micros, self.rows, factor),
+            **make_undivided_suspects(self.unreduced, self.rows, program.window, factor),
+        }
+
     def list_reduced_again(self, mesh: Mesh, program: Program, ranks: float) -> dict[str, list[list[LocalResult]]]:
         """Return the suspects of ``make_reduced_again_suspects`` for a window of ``program``.
 

@@ -44,6 +44,14 @@ class Exactness:
         return self.applies
 
 
+NOT_EXACT = Exactness(False)
+
+
+def as_exactness(exact: bool | Exactness) -> Exactness:
+    """Return ``exact`` as an Exactness, without a reason if it is a bool."""
+    return exact if isinstance(exact, Exactness) else Exactness(exact)
+
+
 def division_exactness(terms: int) -> Exactness:
     """Return whether a division by ``terms`` is exact, which is the case only for a power of two."""
     if is_power_of_two(terms):

@@ -94,8 +94,8 @@ def judge_reduced_gradients(
         dtype = LOW_DTYPE if name in low_names else WIDE_DTYPE
         rank_grads = [record[name] for record in records]
         terms = [[local.grads[name]] for local in locals_by_rank]
-        matches = replace(ctx, declared_reduce_dtype=dtype).compare_grad_in_pieces(name, terms, rank_grads)
-        yield from matches or judge_whole_gradient(ctx, name, terms, rank_grads, dtype)
+        grad = replace(ctx, declared_reduce_dtype=dtype).build_reduced_grad(name, terms, rank_grads)
+        yield from grad.match_in_pieces() or judge_whole_gradient(ctx, name, terms, rank_grads, dtype)
         yield from compare_ranks(ctx.location(name, Part.REDUCTION), rank_grads)
 
 

@@ -76,7 +76,7 @@ def judge_clip_and_norm(ctx: JudgeContext) -> Iterator[Comparison]:
             step = ClippedSgdStep(weight, grads.get(name, torch.zeros_like(weight)), factor)
             if weight.dtype is torch.float64:
                 step = replace(step, clip_factor=find_used_factor(step, rank_values[0]))
-            yield from step.compare_in_pieces(ctx, rank_values, place(0)) or (
+            yield from step.compare_in_pieces(rank_values, place(0)) or (
                 step.compare_weight(place(rank), record) for rank, record in enumerate(rank_values)
             )
 
