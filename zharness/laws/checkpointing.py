@@ -203,7 +203,7 @@ LAWS = (
     checkpointing_law(
         two_regions,
         "a layer used in two checkpointed regions, or inside and outside of one, gets the sum of both gradients",
-        kept_because="one layer in two autograd graph tasks: a reduction after the first task loses the second gradient",
+        kept_because="one layer in two autograd graph tasks: a reduction after the first one loses the second gradient",
         variants=(REENTRANT, NON_REENTRANT, REENTRANT_FIRST, REENTRANT_LAST),
     ),
     checkpointing_law(
