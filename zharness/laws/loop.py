@@ -229,7 +229,7 @@ LAWS = (
     ),
     loop_law(
         "items",
-        "if ranks and micro-batches have unequal item counts, a step's loss is the sum over all items by their number",
+        "with unequal item counts, a step's loss is the sum over all its items on all ranks, divided by their number",
         {"items": (), "accumulated_items": ()},
         kept_because="the only law of a loss that is normalized over ranks and micro-batches",
     ),

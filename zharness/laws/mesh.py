@@ -38,7 +38,7 @@ MODELS = ("exact", "heads", "sequence", "routed")
 # Layers that are split by columns and then by rows, without an all-gather in between, and experts.
 SPLIT_IN_PAIRS = ("heads", "routed")
 MOMENTUM_SGD = OptimizerSpec(name="sgd", args={"lr": 1.0, "momentum": 0.5})
-CLIP = 1.0  # below every gradient norm of these models, so every step is clipped
+CLIP = 1.0  # below every gradient norm of these models, so that it clips
 ABOVE_THE_NORM, ABOVE = "limit_above_the_norm", 2.0**30
 
 
@@ -272,7 +272,7 @@ LAWS = (
     ),
     mesh_law(
         "one_hot",
-        "if only one data coordinate has a non-zero loss, the gradient on all ranks is the one of this coordinate",
+        "if only one data coordinate has a non-zero loss, the gradients on all ranks come from this coordinate alone",
         observe_one_hot_rank,
         judge_one_hot_rank,
         kept_because="names the data coordinate whose gradient is lost, or counted once for each rank of tp",

@@ -191,7 +191,7 @@ def certify_mean(ctx: JudgeContext, loss: TokenLoss) -> Exactness:
 LAWS = (
     mesh_law(
         "token_loss",
-        "with unequal padding on ranks and in micro-batches, the loss is the sum over all tokens by their number",
+        "with unequal padding, the loss is the sum over all tokens of a step on all ranks, divided by their number",
         observe_token_loss,
         judge_token_loss,
         Feature.CALLER_ACCUMULATION,

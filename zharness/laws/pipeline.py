@@ -44,7 +44,7 @@ RANDOM_MODEL = "random_chain"  # stages send numbers with more bits than half pr
 DIVIDED_BY_TWO_STAGES_HINT = (
     "the terms of one use of the tied weight were divided by the number of micro-batches once more"
 )
-CLIP = 1.0  # below every gradient norm of these models, so every step is clipped
+CLIP = 1.0  # below every gradient norm of these models, so that it clips
 CLIPPED_SCHEDULES = ("gpipe", "1f1b", "zbv", "dualpipev")
 
 

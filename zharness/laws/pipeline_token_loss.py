@@ -49,7 +49,7 @@ def judge_token_loss(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     pipeline_law(
         "token_loss",
-        "with unequal padding in micro-batches and on ranks, a batch's loss is the sum over all tokens by their number",
+        "with unequal padding, a batch's loss is the sum over all its tokens on all ranks, divided by their number",
         observe_token_loss,
         judge_token_loss,
         tuple(Variant(name, schedules=(name,), micro_batches=MICRO_BATCHES) for name in SCHEDULES),

@@ -372,7 +372,7 @@ LAWS = (
     ),
     access_law(
         "write_state",
-        "after an entry of optimizer state is replaced, reads return the new one, and the next step starts from it",
+        "after an entry of optimizer state is replaced, reads return the new value, and the next step starts from it",
         observe_write_state,
         judge_write_state,
         features=(Feature.READ_OUT,),

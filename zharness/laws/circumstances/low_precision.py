@@ -66,7 +66,7 @@ LAWS = (
     window_law(
         "window.partly_used_layer",
         {"": GATED},
-        "in bf16 under no_sync, a parameter that only the last micro-batch uses gets its gradient, like its layer",
+        "in bf16 under no_sync, a parameter used by the last micro-batch alone gets its gradient, like its whole layer",
         model="gated",
         dtypes=BF16,
         kept_because="the only law in which micro-batches use a part of a layer, so that its gradients differ in dtype",

@@ -25,7 +25,7 @@ LAWS = (
     window_law(
         "window.mixed_calls",
         {name: make_accumulated(IN_TURN, name) for name in ("2_by_engine", "4_by_engine")},
-        "if micro-batches of a window call engine.backward and loss.backward in turn, the step takes their mean",
+        "if micro-batches of a window call engine.backward and loss.backward in turn, the step uses their mean",
         kept_because="the only windows in which backward is called in two ways",
     ),
 )

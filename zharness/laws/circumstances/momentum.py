@@ -83,7 +83,7 @@ LAWS = (
     window_law(
         "idle.frozen_momentum",
         FREEZING,
-        "momentum and weight decay do not move a frozen weight, and resume unchanged once the weight is unfrozen",
+        "momentum and weight decay do not move a frozen weight; the old momentum applies once it is unfrozen",
         features=(Feature.UNFREEZING,),
         kept_because="the only weights with momentum that are unfrozen again after steps in which they were frozen",
     ),

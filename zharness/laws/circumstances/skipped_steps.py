@@ -20,7 +20,7 @@ from zharness.laws.circumstances.common import ALL_EXPERTS
 from zharness.laws.circumstances.not_finite import Outcome, step_and_classify
 from zharness.parity import Comparison, Part, Tier, compare_bitwise
 
-CLIP = 2.0**-6  # far below the norm of the gradients, so every step is clipped
+CLIP = 2.0**-6  # far below the norm of the gradients, so that it clips
 BAD_STEP, STEPS = 1, 4
 
 

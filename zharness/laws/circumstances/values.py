@@ -16,7 +16,7 @@ from zharness.laws.circumstances.common import ALL_EXPERTS, make_accumulated, su
 WINDOWS = 2  # clipping rounds weights, so only the last step of a scenario may clip
 ZERO_WINDOW = 0  # the window whose losses are zero
 NEVER_ZERO = 0.5  # added to an integer loss: only a loss that the script multiplies by 0 is then zero
-CLIP = 4.0  # far below the norm of every window's gradient, so every step is clipped
+CLIP = 4.0  # far below the norm of every window's gradient, so that it clips
 
 
 def make_zero_script(on_all_ranks: bool) -> WindowScript:

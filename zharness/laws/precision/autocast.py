@@ -298,7 +298,7 @@ LAWS = (
     ),
     precision_law(
         "autocast_nested",
-        "torch_autocast overrides a user's autocast; without it the user's applies; neither stays on afterwards",
+        "torch_autocast overrides a user's autocast; without it the user's applies; no autocast stays on afterwards",
         observe_nested,
         judge_nested,
         sets_autocast=True,

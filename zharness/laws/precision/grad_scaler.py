@@ -47,7 +47,7 @@ RESUMED_VARIANT, RESUME_STEP = "resumed", 3  # the load is after a skipped step,
 
 WINDOW_VARIANT, WINDOW = "2_by_engine", 2  # the first micro-batch of a window overflows
 
-CLIPPED_VARIANT, CLIP_NORM = "clipped", 1e-2  # far below every step's gradient norm, so every step is clipped
+CLIPPED_VARIANT, CLIP_NORM = "clipped", 1e-2  # far below every step's gradient norm, so that it clips
 
 HYSTERESIS_VARIANT, HYSTERESIS = "hysteresis", 2  # the second overflow since the scale grew halves it
 HYSTERESIS_RESUMED_VARIANT = "hysteresis_resumed"  # the first of the two overflows is before the load
@@ -322,7 +322,7 @@ def compare_skipped_step(ctx: JudgeContext, step: int) -> Iterator[Comparison]:
 LAWS = (
     precision_law(
         "grad_scaler",
-        "fp16's loss scale equals torch.amp.GradScaler's, also after a load; an overflow on any rank skips all steps",
+        "fp16's loss scale is torch.amp.GradScaler's, also after a load; if one rank overflows, all skip the step",
         observe_scaler,
         judge_scaler,
         features=(),

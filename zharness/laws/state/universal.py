@@ -148,7 +148,7 @@ def judge_universal(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     Law(
         name="state.universal",
-        statement="an engine continues from DeepSpeed's universal checkpoint; a damaged one raises and changes nothing",
+        statement="DeepSpeed's universal checkpoint is loaded and continued; a damaged one raises and changes nothing",
         tier=Tier.STAGED,
         models=("mlp",),
         observe=observe_universal,

@@ -35,7 +35,7 @@ EVALUATED = "evaluated_by_"  # followed by the owner; for users' models, which h
 
 OPTIMIZERS_BY_NAME = {"frozen": ZERO_LR_SGD, "moving": SCHEDULED_SGD}
 
-CLIP = 0.1  # below the norm of a window's mean gradient, so every step is clipped
+CLIP = 0.1  # below the norm of a window's mean gradient, so that it clips
 
 
 def observe_accumulation(ctx: RankContext) -> None:

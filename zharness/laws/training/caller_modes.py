@@ -83,7 +83,7 @@ MODES: Mapping[str, Callable[[], AbstractContextManager[object]]] = {
 }
 OWN_MODES = tuple(name for name in MODES if name not in (READ_OUT, EDITED))  # these variants need no feature
 
-CLIP = 2.0**-6  # far below the norm of the gradients, so every step is clipped
+CLIP = 2.0**-6  # far below the norm of the gradients, so that it clips
 
 
 def observe_caller_modes(ctx: RankContext) -> None:

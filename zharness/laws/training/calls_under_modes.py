@@ -23,7 +23,7 @@ MODES: Mapping[str, Callable[[Engine], AbstractContextManager[object]]] = {
     "no_grad": lambda _engine: torch.no_grad(),
     "eval": eval_mode,
 }
-CLIP = 2.0**-6  # far below the norm of the gradients, so every step is clipped
+CLIP = 2.0**-6  # far below the norm of the gradients, so that it clips
 STEPS = 2
 PLAIN, CHANGED = "plain", "changed"
 
@@ -56,7 +56,7 @@ def judge_calls_under_modes(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     variation_law(
         "calls_under_modes",
-        "step, norm and gradients are the same if the caller calls them under autocast, no_grad or in evaluation mode",
+        "step, norm and gradients are the same inside the caller's autocast or no_grad, or in evaluation mode",
         observe_calls_under_modes,
         judge_calls_under_modes,
         tier=Tier.EXACT,

@@ -55,7 +55,7 @@ class OptionRun:
 DECAYING_SGD = {**RATE, "momentum": 0.5, "weight_decay": 0.1}
 POWER_OF_TWO = {"lr": 2.0**-6}
 DOUBLE_RATE = GroupSpec("*bias", {"lr": 2.0**-5})  # schedules must not mix up the groups' learning rates
-CLIP = 1e-2  # far below the norm of the gradients, so every step is clipped
+CLIP = 1e-2  # far below the norm of the gradients, so that it clips
 
 # The schedules of DeepSpeed's schedulers, with steps after the end of each schedule. All rates are exact.
 SCHEDULES: Mapping[str, tuple[float, ...]] = {

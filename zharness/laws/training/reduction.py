@@ -90,7 +90,7 @@ LAWS = (
     ),
     variation_law(
         "no_sync",
-        "gradients of backwards inside no_sync add to the next backward outside, and zero_grad discards them",
+        "gradients of backwards inside no_sync add to those of the next backward outside; zero_grad discards them",
         observe_no_sync,
         judge_no_sync,
         models=("mlp", "exact"),
