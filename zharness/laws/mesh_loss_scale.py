@@ -101,8 +101,8 @@ def overflow_one_matrix(module: nn.Module) -> torch.utils.hooks.RemovableHandle:
 def judge_scale(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare the loss scale between ranks after each step, and the weights after an overflow with those before it.
 
-    Gradients must be infinite on all ranks in a step with an overflow, and finite on all ranks in a good step;
-    otherwise the law has tested nothing.
+    In a step with an overflow, every rank must have a gradient that is not finite; in a good step, all gradients must
+    be finite. Otherwise the law has tested nothing.
     """
     for step in STEPS:
         yield from compare_finiteness(ctx, step)

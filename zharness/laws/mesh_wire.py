@@ -35,7 +35,7 @@ from zharness.law_kit.wire import (
 from zharness.mesh import CONTEXT, DATA_SHARD, EXPERT, REPLICATE, TENSOR
 from zharness.parity import Comparison, Tier
 
-SHARED_INPUT = ("query", "key", "value")  # an engine may send their shared input, and its gradient, once
+SHARED_INPUT = ("query", "key", "value")  # an engine may send the shared input, and its gradient, once for all three
 # The learning rate is 0, so that the gate chooses the same expert for a token in every step.
 STANDING = OptimizerSpec("sgd", {"lr": 0.0})
 STEPS = range(2)

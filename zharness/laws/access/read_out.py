@@ -151,8 +151,8 @@ def judge_windows(ctx: JudgeContext) -> Iterator[Comparison]:
 def observe_read_param(ctx: RankContext) -> None:
     """Read every weight before training, after a backward and after the step.
 
-    One law variant also reads every weight inside an accumulation window. Another builds the engine around a model with
-    frozen weights, and unfreezes them before the first read.
+    One law variant also reads every weight inside an accumulation window. Another records the frozen weights of the
+    model, builds the engine around the model, and unfreezes the weights before the first read.
     """
     in_window = ctx.variant == WINDOW
     accumulation = {"accumulation_steps": ACCUMULATION_STEPS, "accumulation_owner": AccumulationOwner.ENGINE}

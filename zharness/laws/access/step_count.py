@@ -16,7 +16,7 @@ from zharness.parity.compare import check_names
 
 STEPS = 3
 IDLE_STEP = 1  # in the variant IDLE, the step that does not use the layer IDLE_LAYER
-CALLERS_VALUE = 100.0  # the caller writes this value into the tensors that reads returned
+CALLERS_VALUE = 100.0  # the caller writes this value into the tensors that it has read
 
 
 def observe_step_count(ctx: RankContext) -> None:

@@ -253,7 +253,7 @@ def hint_narrow_grad(ctx: JudgeContext, comparison: Comparison, _what: str, labe
     """Add a hint to a mismatch after the step that follows a load if only one engine reduced its gradient in bf16.
 
     The two engines are the one that saved the checkpoint of ``steps`` steps and the one that loaded it. Both gradients
-    have to equal the mean of the ranks' correct gradients, except for rounding in bf16.
+    have to equal the mean of the ranks' correct gradients, apart from rounding in bf16.
     """
     if comparison.mismatch is None or not ctx.has_record("grads-saved"):
         return comparison

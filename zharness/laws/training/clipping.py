@@ -65,7 +65,7 @@ def build_wide_model(ctx: RankContext) -> nn.Module:
 def judge_clip_and_norm(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare the norm with that of all gradients, and the weights with ``weight - factor * grad``.
 
-    The factor is the one of torch.nn.utils.clip_grad_norm_.
+    The factor is the factor of torch.nn.utils.clip_grad_norm_.
     """
     for at, clip in enumerate(CLIP_NORMS):
         grads, before = ctx.rank_records("grads", at)[0], ctx.rank_records("masters-before", at)[0]

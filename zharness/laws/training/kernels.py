@@ -105,7 +105,7 @@ def compare_joined_grads(ctx: JudgeContext, rank_grads: Sequence[Mapping[str, Te
 LAWS = (
     Law(
         name="training.kernels",
-        statement="local gradients are as close to float64 as those of torch's kernels, and reduced ones are their mean",
+        statement="local gradients are as close to float64 as torch's kernels, and reduced gradients are their mean",
         tier=Tier.CALIBRATED,
         models=("mlp", "transformer"),
         observe=observe_kernels,

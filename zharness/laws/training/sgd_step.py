@@ -92,8 +92,8 @@ def judge_layout_coverage(ctx: JudgeContext) -> Iterator[Comparison]:
 def list_owner_counts(ctx: JudgeContext) -> set[int]:
     """Return how many ranks may own each element of a weight: one for each copy, or more if ranks hold it unsharded.
 
-    tp splits a weight, or leaves the weight whole on all tp ranks, as it does if the engine does not support a plan's
-    style. Without ZeRO, the data-parallel ranks that have an expert hold the whole expert.
+    tp splits a weight. If the engine does not know the word of the plan for a layer, the weight stays whole on all tp
+    ranks. Without ZeRO, the data-parallel ranks that have an expert hold the whole expert.
     """
     replicas, shape = ctx.claims.replicas, ctx.mesh.shape(ctx.world_size)
     of_experts = {shape[DATA_SHARD] // ctx.mesh.size(EXPERT)} if EXPERT in ctx.mesh.axes else set()
