@@ -165,7 +165,7 @@ def explain_elements(
 
 
 def describe_one_module(modules: Sequence[MeasuredModule], stage: int, elements: float) -> str:
-    """Name a module of ``stage`` with this number of parameter elements, or return '' if the stage has one module."""
+    """Name a module of ``stage`` with this many parameter elements; return '' if none, or if the stage has just one."""
     own = [module for module in modules if module.stage == stage]
     names = [module.name for module in own if module.parameters == elements] if len(own) > 1 else []
     return f"as many as one module of the stage has, such as {names[0]}" if names else ""

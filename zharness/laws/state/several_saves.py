@@ -100,7 +100,7 @@ def freeze(engine: Engine) -> Iterator[None]:
 
 
 def freeze_if(ctx: RankContext, engine: Engine, steps: int) -> AbstractContextManager[None]:
-    """Return a context in which an expert is frozen, if the law variant saves it frozen after ``steps`` steps."""
+    """Return a context that, in the variant FROZEN, freezes an expert for saves and loads around SPECIAL_STEP."""
     return freeze(engine) if ctx.variant == FROZEN and steps in (SPECIAL_STEP, SPECIAL_STEP + 1) else nullcontext()
 
 
