@@ -96,7 +96,7 @@ def observe_not_finite(ctx: RankContext) -> None:
 def step_and_classify(engine: Engine) -> Outcome:
     """Make a step, and return whether the engine applied it, counted it as skipped, or raised FloatingPointError.
 
-    Every rank calls ``engine.observe()`` after the step, also a rank on which alone the step raised, because the call
+    Every rank calls ``engine.observe()`` after the step, even if the step raised on this rank alone, because the call
     may be a collective.
     """
     before, outcome = engine.observe().skipped_steps, Outcome.APPLIED

@@ -64,7 +64,7 @@ def observe_skipped_step(ctx: RankContext) -> None:
 
 
 def observe_idle_after_skipped(ctx: RankContext) -> None:
-    """Train steps, of which the last one does not use a weight that the skipped step before it used."""
+    """Train steps; the last step does not use a weight that the skipped step before it used."""
     train_run(ctx, IDLE_RUN)
 
 
@@ -117,7 +117,7 @@ def judge_skipped_step(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def judge_idle_after_skipped(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Judge the steps, of which the last one may not move the idle weight."""
+    """Judge the steps; the last step must not move the idle weight."""
     yield from judge_run(ctx, IDLE_RUN)
 
 
