@@ -1,4 +1,4 @@
-"""Build the laws of the group ``backward``: backward gives plain PyTorch's gradients in every form torch allows."""
+"""Build the laws of the group ``backward``: every form of backward that torch allows gives the right gradients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def engine_backward(participant: Participant) -> NamedTensors:
     try:
         participant.backward(loss)
         refused = torch.zeros(1)
-    except NotImplementedError:  # a RuntimeError too, but it refuses nothing
+    except NotImplementedError:  # a RuntimeError too, but not the refusal of a second backward
         raise
     except RuntimeError:
         refused = torch.ones(1)
@@ -85,14 +85,14 @@ def without_grad(participant: Participant) -> NamedTensors:
 def autograd_grad(participant: Participant) -> NamedTensors:
     """Compute gradients of an output with respect to the input, for one output gradient and for a batch of them.
 
-    No parameter may get a ``.grad``. Gradients with respect to parameters are computed too, but not compared: what they
-    are is the contract of an engine's claim, which double_backward.weight_penalty compares. OWN_WEIGHT_GRADIENTS are
-    those of this rank's loss, divided by nothing: the reduction is outside the graph (stages 0 to 2 of the reference).
-    REDUCED_WEIGHT_GRADIENTS are shards of the reduced gradients, divided as in backward, by the number of micro-batches
-    of a window of the engine too: the reduction is inside the graph (stage 3 of the reference).
+    No parameter may get a ``.grad``. Gradients with respect to parameters are computed too, but not compared: their
+    values depend on an engine's claim, and double_backward.weight_penalty compares them. With OWN_WEIGHT_GRADIENTS they
+    are the undivided gradients of this rank's loss: the reduction is outside the autograd graph (stages 0 to 2 of the
+    reference). With REDUCED_WEIGHT_GRADIENTS they are shards of the reduced gradients, divided as in backward, also by
+    the number of micro-batches of an engine's window: the reduction is inside the graph (stage 3 of the reference).
     """
     leaf = participant.leaf_inputs()
-    output = participant.call(x=leaf)  # by keyword: an engine has to pass keyword arguments on
+    output = participant.call(x=leaf)  # by keyword: an engine has to forward keyword arguments
     rows = torch.eye(3, output.numel(), dtype=output.dtype, device=output.device).view(3, *output.shape)
     batched = grad(output, leaf, rows, is_grads_batched=True, retain_graph=True)[0]
     grad(
@@ -200,7 +200,7 @@ LAWS = (
         engine_backward,
         "engine.backward(loss) gives the gradients of plain PyTorch's loss.backward(), and frees the graph",
         models=("blocks", "delegating", "mapped"),
-        kept_because="the call that DeepSpeed's users write, in which engines count micro-batches",
+        kept_because="the call that DeepSpeed's users write, and in which engines count micro-batches",
     ),
     backward_law(
         tensor_backward,
@@ -216,14 +216,14 @@ LAWS = (
     ),
     backward_law(
         joint_loss,
-        "a loss over two engines gives each its gradients",
+        "a loss over two engines gives both engines plain PyTorch's gradients",
         Feature.TENSOR_BACKWARD,
         engines=2,
         kept_because="the only backward that runs through two engines",
     ),
     backward_law(
         bypass,
-        "a loss over two engines, with a branch that bypasses both, gives each its gradients",
+        "a loss over two engines, with a branch that bypasses both, gives both engines plain PyTorch's gradients",
         Feature.TENSOR_BACKWARD,
         Feature.SUBMODULES,
         engines=2,
@@ -244,11 +244,11 @@ LAWS = (
     ),
     backward_law(
         autograd_grad,
-        "torch.autograd.grad of an output for the input is plain PyTorch's, in a window too, and training stays right",
+        "torch.autograd.grad with respect to the input is plain PyTorch's, also in a window, and training stays right",
         Feature.TENSOR_BACKWARD,
         Feature.RETAIN_GRAPH,
         accumulation=4,
-        kept_because="gradients that train nothing: an engine that counts backwards may count them",
+        kept_because="gradients that train no weight: an engine that counts backwards may count their computation",
     ),
     backward_law(
         backward_inputs,
@@ -259,8 +259,8 @@ LAWS = (
     ),
     backward_law(
         recurrent,
-        "an output fed back, and several forwards under one backward, give plain PyTorch's gradients",
-        kept_because="one module called several times before one backward",
+        "feeding an output back, and one backward through several forwards, gives plain PyTorch's gradients",
+        kept_because="the only law that calls one module several times before one backward",
     ),
     backward_law(
         two_outputs_two_backwards,
@@ -271,12 +271,12 @@ LAWS = (
     backward_law(
         backward_in_forward,
         "an autograd.Function that runs a backward within its forward does not disturb the caller's own backward",
-        kept_because="the only graph task within a forward, as in tiled losses",
+        kept_because="the only backward within a forward, as in tiled losses",
         mesh_support=MeshSupport.WHOLE_INPUTS,
     ),
     backward_law(
         abort_and_retry,
-        "after an exception within backward and zero_grad the gradients are plain PyTorch's",
+        "after an exception within backward, and zero_grad, the next gradients are plain PyTorch's",
         Feature.TENSOR_BACKWARD,
         kept_because="the only backward that raises halfway through the hooks",
     ),

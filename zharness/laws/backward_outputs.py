@@ -33,7 +33,7 @@ class DataclassOutput:
 
 Pack = Callable[[Tensor, Tensor], Any]
 
-# The containers in which a model may return its output, and how a caller takes the output from each.
+# The containers in which a model may return its output, with the function that takes the output from the container.
 OUTPUT_CONTAINERS: Mapping[str, tuple[Pack, Callable[[Any], Tensor]]] = {
     "tuple": (lambda output, extra: (output, extra), lambda packed: packed[0]),
     "list": (lambda output, extra: [extra.detach(), output], lambda packed: packed[1]),
@@ -49,9 +49,10 @@ BOTH = "both"
 
 
 def note_types(pack: Pack) -> tuple[Pack, list[type]]:
-    """Return a function that packs as ``pack`` does, and the list of the types of the containers that it has made.
+    """Return a function that calls ``pack``, and the list of the types of the containers that ``pack`` has made.
 
-    A deep copy of a model, which an engine may train, calls the same function, as functions are not copied.
+    An engine may train a deep copy of the model. The copy calls the same function, because deepcopy copies no
+    functions.
     """
     made: list[type] = []
 
@@ -65,7 +66,7 @@ def note_types(pack: Pack) -> tuple[Pack, list[type]]:
 
 
 def require_type(packed: Any, made: type) -> None:
-    """Raise EngineContractError if the engine returned a container ``packed`` of another type than the model made."""
+    """Raise EngineContractError if the engine's container ``packed`` is not of the model's type ``made``."""
     if type(packed) is not made:
         raise EngineContractError(
             f"the model returned a {made.__name__}, and the engine's forward a {type(packed).__name__}"
@@ -94,7 +95,7 @@ def outputs(participant: Participant) -> None:
     participant.tensor_backward(participant.loss(unpack(run_forward(participant, pack))))
 
 
-# How a model may return several tensors that one autograd node made. Each has half of the output's columns.
+# Ways to return two outputs of one autograd node. Each output has half of the columns.
 SHARED_OUTPUTS: Mapping[str, Pack] = {
     "chunk": lambda output, extra: output.chunk(2, dim=-1),
     "split": lambda output, extra: torch.split(output, [8, 8], dim=-1),
@@ -120,7 +121,7 @@ LAWS = (
     scenario_law(
         "backward",
         Scenario(outputs),
-        "gradients are plain PyTorch's for every container of outputs, and whichever outputs are used",
+        "gradients are plain PyTorch's for every container of outputs, whichever outputs the loss uses",
         kept_because="the only law that returns outputs in containers, some of them unused",
         features=BACKWARD_FEATURES,
         variants=tuple(map(Variant, (*OUTPUT_CONTAINERS, BOTH))),
@@ -128,7 +129,7 @@ LAWS = (
     scenario_law(
         "backward",
         Scenario(shared_grad_fn),
-        "gradients are plain PyTorch's for outputs that one autograd node made, whichever of them are used",
+        "gradients are plain PyTorch's for outputs of one autograd node, whichever outputs the loss uses",
         kept_because="the only outputs that share a grad_fn, where a hook for each output runs several times",
         features=BACKWARD_FEATURES,
         variants=tuple(Variant(prefix + name) for name in SHARED_OUTPUTS for prefix in ("", ONE_OF)),

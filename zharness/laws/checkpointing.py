@@ -26,7 +26,7 @@ Block = Callable[[Tensor], Tensor]
 BlockRunner = Callable[[Block, Tensor], Tensor]
 
 REENTRANT, NON_REENTRANT = "reentrant", "non_reentrant"
-# Variants in which one of two uses of a layer is in a reentrant checkpoint: the first one, or the last one.
+# Variants in which one of two uses of a layer is in a reentrant checkpoint: the first use or the last use.
 REENTRANT_FIRST, REENTRANT_LAST = "reentrant_first", "reentrant_last"
 
 
@@ -187,57 +187,57 @@ def checkpointing_law(
 LAWS = (
     checkpointing_law(
         block,
-        "checkpointing a block, a layer of which is used twice, changes no gradient",
-        kept_because="the shortest checkpointed region: the first one to read in a report",
+        "checkpointing a block that uses one layer twice changes no gradient",
+        kept_because="the shortest checkpointed region: read it first in a report",
     ),
     checkpointing_law(
         nested,
         "a checkpoint within a checkpoint changes no gradient",
-        kept_because="a recomputation within a recomputation",
+        kept_because="the only recomputation within a recomputation",
     ),
     checkpointing_law(
         whole_model,
         "checkpointing the whole model changes no gradient",
-        kept_because="every module is gathered twice, and none outside a checkpointed region",
+        kept_because="unshards every module twice, and no module outside a checkpointed region",
     ),
     checkpointing_law(
         two_regions,
-        "a layer in two checkpointed regions, or inside and outside of one, gets the sum of both gradients",
-        kept_because="one layer in two graph tasks: a reduction after the first one loses the second",
+        "a layer used in two checkpointed regions, or inside and outside of one, gets the sum of both gradients",
+        kept_because="one layer in two autograd graph tasks: a reduction after the first one loses the second gradient",
         variants=(REENTRANT, NON_REENTRANT, REENTRANT_FIRST, REENTRANT_LAST),
     ),
     checkpointing_law(
         frozen,
-        "frozen layers within a region, and regions of frozen layers alone, change no gradient",
-        kept_because="regions in which no parameter has a gradient, so their hooks never fire",
+        "checkpointing regions with frozen layers, or with frozen layers alone, changes no gradient",
+        kept_because="regions in which no parameter gets a gradient, so gradient hooks never fire",
     ),
     checkpointing_law(
         plain_inputs,
-        "a checkpointed region whose inputs require no gradient gives the gradients that it gives in plain PyTorch",
+        "a checkpointed region whose inputs require no gradient gives the same gradients as in plain PyTorch",
         Feature.SUBMODULES,
-        kept_because="a region that autograd skips, as in plain PyTorch",
+        kept_because="the only region that autograd skips in plain PyTorch",
     ),
     checkpointing_law(
         accumulation,
         "checkpointed micro-batches accumulate to the sum of their gradients",
         Feature.TENSOR_BACKWARD,
         Feature.CALLER_ACCUMULATION,
-        kept_because="checkpointed regions over several micro-batches",
+        kept_because="the only checkpointed regions in several micro-batches",
     ),
     checkpointing_law(
         non_scalar,
         "out.backward(g) through a checkpointed region gives plain PyTorch's gradients",
         Feature.TENSOR_BACKWARD,
-        kept_because="a region at the end of a graph, whose backward starts from a gradient that the caller passes",
+        kept_because="a region at the end of the graph, whose backward starts from a gradient that the caller passes",
     ),
     checkpointing_law(
         exception,
-        "after an exception within a recomputation and zero_grad the gradients are plain PyTorch's",
+        "after an exception within a recomputation, and zero_grad, the next gradients are plain PyTorch's",
         kept_because="the only recomputation that raises",
     ),
     checkpointing_law(
         dropout,
-        "a recomputation draws the random numbers that its forward drew",
+        "a recomputation draws the same random numbers as the forward",
         kept_because="the only recomputation that draws random numbers",
         mesh_support=MeshSupport.WHOLE_INPUTS,
     ),

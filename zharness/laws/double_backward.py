@@ -31,7 +31,7 @@ from zharness.parity.baseline import Baseline
 from zharness.parity.compare import check_names, is_bitwise_equal
 from zharness.workload import Batch
 
-CALLS = {"": BackwardCall.ENGINE, "tensor": BackwardCall.TENSOR, "scale": BackwardCall.SCALE}  # of the law variants
+CALLS = {"": BackwardCall.ENGINE, "tensor": BackwardCall.TENSOR, "scale": BackwardCall.SCALE}  # by law variant
 
 
 def observe_retained_then_zero_grad(ctx: RankContext) -> None:
@@ -126,7 +126,7 @@ def step_between_retained_backwards(participant: Participant) -> NamedTensors:
     try:
         participant.backward(loss)
         refused = torch.zeros(1)
-    except NotImplementedError:  # a RuntimeError too, but it refuses nothing
+    except NotImplementedError:  # a RuntimeError too, but not the refusal of this backward
         raise
     except RuntimeError:
         refused = torch.ones(1)
@@ -146,7 +146,7 @@ def penalize_input_gradient(participant: Participant, *, create_graph: bool = Tr
     output = participant.call(leaf)
     square = output.clamp(-2, 2).pow(2).sum()
     (input_grad,) = torch.autograd.grad(square, leaf, create_graph=create_graph, retain_graph=True)
-    # Divided by 16 like the loss: otherwise the sum of both needs more than 24 bits with one seed in a hundred.
+    # Divided by 16 like the loss. Otherwise the sum of penalty and loss needs more than 24 bits for 1 % of the seeds.
     torch.autograd.backward(input_grad.pow(2).sum() / 16 + participant.loss(output))
     assert leaf.grad is not None
     return {"input": input_grad, "penalty": leaf.grad}
@@ -157,7 +157,7 @@ FIRST_ORDER_HINT = "it is the gradient of the loss alone, without the second-ord
 
 
 def judge_gradient_penalty(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare values and gradients, with a hint if the input has the gradient of the loss without the penalty."""
+    """Compare values and gradients; add a hint if the input's gradient is that of the loss without the penalty."""
     for comparison in make_scenario_judge(GRADIENT_PENALTY_SCENARIO)(ctx):
         mismatch = comparison.mismatch
         if mismatch is None or mismatch.parameter != "penalty":
@@ -172,7 +172,7 @@ def judge_gradient_penalty(ctx: JudgeContext) -> Iterator[Comparison]:
 
 OWN_GRADIENTS, REDUCED_GRADIENTS = "own", "reduced"
 BATCHED = "_batched"  # the end of the names of variants in which one call computes the gradients of several losses
-FACTORS = (1.0, 2.0)  # of the losses of such a call
+FACTORS = (1.0, 2.0)  # the factors of the losses in such a call
 
 
 def add_gradient_penalty(
@@ -180,8 +180,8 @@ def add_gradient_penalty(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss plus the sum of squares of its weight gradients. Also return these gradients by name.
 
-    The gradients are multiplied by ``grad_scale`` before they are squared. In a batched variant they have one row for
-    each of FACTORS, by which the loss is multiplied.
+    The gradients are multiplied by ``grad_scale`` before they are squared. In a batched variant, they have one row for
+    each factor of FACTORS, by which the loss is multiplied.
     """
     weights = {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
     is_batched = variant.endswith(BATCHED)
@@ -200,23 +200,24 @@ def add_gradient_penalty(
 def weight_penalty(participant: Participant) -> NamedTensors:
     """Run backward of a loss plus a penalty on its weight gradients.
 
-    Return the weight gradients in the law variants in which they are the gradients of each rank's own loss.
+    Return the weight gradients in the law variants in which they are the gradients of this rank's own loss, else
+    nothing.
     """
     total, grads = add_gradient_penalty(participant.training_loss(), participant.module, participant.variant)
     torch.autograd.backward(total)
     return {f"of {name}": grad for name, grad in grads.items() if participant.variant.startswith(OWN_GRADIENTS)}
 
 
-# The reduction is the mean, because with the sum an engine that forgets to divide in the second backward is right.
+# The reduction is the mean: with the sum, an engine that forgets to divide in the second backward would be right.
 WEIGHT_PENALTY_SCENARIO = Scenario(weight_penalty, reduction=Reduction.MEAN)
 
 
 def judge_weight_penalty(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare the gradients with those of all ranks' losses plus a penalty on the reduced gradients.
 
-    The gradients in the penalty and those of the total loss are both divided by what the engine divides by: the number
-    of ranks if it averages over them, and the number of micro-batches of a window that it owns. Every micro-batch of
-    a window is the same.
+    The gradients in the penalty and the gradients of the total loss are both divided by the engine's divisor: the
+    number of ranks if the engine averages over ranks, times the number of micro-batches if the engine owns
+    accumulation. All micro-batches of a window are the same.
     """
     if ctx.variant.startswith(OWN_GRADIENTS):
         yield from make_scenario_judge(WEIGHT_PENALTY_SCENARIO)(ctx)
@@ -273,7 +274,7 @@ LAWS = (
     retained_law(
         retain_leaks_nothing,
         "a backward that retained its graph, or raised, does not affect the next step",
-        kept_because="compares the step after, where retained_same_loss compares gradients",
+        kept_because="compares the next step, while retained_same_loss compares gradients",
     ),
     retained_law(
         step_between_retained_backwards,
@@ -293,7 +294,7 @@ LAWS = (
         scenario_law(
             "double_backward",
             WEIGHT_PENALTY_SCENARIO,
-            "a penalty on weight gradients, a rank's own or all ranks' as claimed, has plain PyTorch's gradients",
+            "a penalty on weight gradients, local or reduced as the engine claims, gives plain PyTorch's gradients",
             features=RETAINED_FEATURES,
             variants=(
                 *(Variant(f"{OWN_GRADIENTS}{end}", (Feature.OWN_WEIGHT_GRADIENTS,)) for end in ("", BATCHED)),
@@ -320,6 +321,6 @@ LAWS = (
             Variant("scale", (Feature.SCALE_BACKWARD,)),
         ),
         steps=LawSteps(observe_retained_then_zero_grad),
-        kept_because="every way to call backward, on every model: a released engine fails this law",
+        kept_because="tries every way to call backward, on every model: a released engine fails this law",
     ),
 )

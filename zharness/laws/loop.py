@@ -1,4 +1,4 @@
-"""Define the laws of the group ``loop``: engines that run whole trainings compute what plain PyTorch does.
+"""Define the laws of the group ``loop``: engines that run whole trainings compute what plain PyTorch computes.
 
 Such an engine has its own loop over batches and steps (``CallForm.WHOLE_TRAINING``). It gets the samples of all ranks,
 and the laws compare the loss, the norm, the gradients and the weights of each step.
@@ -36,16 +36,16 @@ from zharness.parity.certificate import Exactness, certify_exactness, is_power_o
 from zharness.workload import Batch
 
 LIMIT = 2.0**-3
-# Gradients are integers over 16 at most, the samples of a step of 2 ranks, so that the weights stay integers. Adagrad,
-# which moves them less, loses its groups on DeepSpeed.
+# Gradients are integers divided by at most 16, the number of samples in a step of 2 ranks, so that steps at rate 16
+# keep the weights integers. Adagrad moves weights less, but loses its parameter groups on DeepSpeed.
 LOOP_STEPS = OptimizerSpec("sgd", {"lr": 0.0}, groups=(GroupSpec("blocks.[123].*bias", {"lr": 16.0}),))
 
 
 @dataclass(frozen=True)
 class Training:
-    """A training: the micro-batches of each rank, how many of them a step takes, and how it is clipped.
+    """A training: the micro-batches of each rank, the micro-batches of a step, and the clipping norm.
 
-    With ``counts_items`` some targets are ignored, differently many on each rank and in each micro-batch.
+    With ``counts_items``, some targets are ignored, a different number on each rank and in each micro-batch.
     """
 
     micro_batches: int
@@ -71,7 +71,7 @@ TRAININGS: Mapping[str, Training] = {
 
 
 def ignore_targets(batch: Batch, rank: int, micro: int) -> Batch:
-    """Return the batch with ignored targets, so that 1 or 3 samples count, or 2 in a micro-batch with an odd number.
+    """Return the batch with ignored targets: 1 or 3 samples count, or 2 in micro-batches with an odd number.
 
     The counts of a window add up to a power of two if the number of ranks is even.
     """
@@ -82,13 +82,13 @@ def ignore_targets(batch: Batch, rank: int, micro: int) -> Batch:
 
 
 def add_counted_products(output: Tensor, target: Tensor, items: Tensor) -> Tensor:
-    """Return the sum of output times target over the elements that count, divided by ``items``."""
+    """Return the sum of output times target over the elements that are not ignored, divided by ``items``."""
     counted = torch.where(target == IGNORED, torch.zeros_like(target), target)
     return (output * counted).sum() / items
 
 
 def observe_loop(ctx: RankContext) -> None:
-    """Train the samples of all ranks, and record what each step did."""
+    """Train the samples of all ranks, and record loss, norm, gradients and weights of each step."""
     training = TRAININGS[ctx.variant]
     engine = ctx.build_engine(
         optimizer=LOOP_STEPS,
@@ -135,7 +135,7 @@ def compute_micro(
 
 
 def count_items(ctx: JudgeContext, micros: range) -> int:
-    """Return the number of elements of all targets of a step that count."""
+    """Return the number of elements of all targets of a step that are not ignored."""
     batches = [
         ignore_targets(ctx.baseline.batch(rank, micro), rank, micro)
         for rank in range(ctx.data_size)
@@ -145,7 +145,7 @@ def count_items(ctx: JudgeContext, micros: range) -> int:
 
 
 def judge_loop(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare the loss, norm, gradients and weights of each step with plain PyTorch's, from the weights before it."""
+    """Compare loss, norm, gradients and weights of each step with plain PyTorch's, starting at the engine's weights."""
     training = TRAININGS[ctx.variant]
     yield from compare_initial_weights(ctx)
     weights = {name: value.clone() for name, value in ctx.rank_records("params", 0)[0].items()}
@@ -198,10 +198,10 @@ def judge_gradients(
 
 
 def loop_law(name: str, statement: str, variants: Mapping[str, tuple[Feature, ...]], kept_because: str) -> Law:
-    """Build a law of the group ``loop``; ``variants`` are trainings, with the features that they need.
+    """Build a law of the group ``loop``; ``variants`` maps trainings to the features that they need.
 
-    An engine multiplies a loss that counts items by the number of ranks. Unless that is a power of two, this rounds the
-    factor of every gradient before the matrix products, so that they are not those of the baseline.
+    An engine multiplies a loss that counts items by the number of ranks. If this number is not a power of two, the
+    product rounds the factor of every gradient before the matrix products, and gradients differ from the baseline's.
     """
     return Law(
         name=f"loop.{name}",
@@ -223,19 +223,19 @@ def loop_law(name: str, statement: str, variants: Mapping[str, tuple[Feature, ..
 LAWS = (
     loop_law(
         "training",
-        "each step of a loop takes its samples, and their mean gradient, also if fewer are left for the last one",
+        "each step of a loop trains its samples with their mean gradient, also if the last step has fewer samples",
         {"single": (), "accumulated": (), "remainder": ()},
-        kept_because="the only law of the batches that a loop of the engine takes",
+        kept_because="the only law of the batches that an engine's own loop trains",
     ),
     loop_law(
         "items",
-        "with unequally many items on ranks and in micro-batches, a step's loss is one sum over one number of items",
+        "with unequal item counts, a step's loss is the sum over all its items on all ranks, divided by their number",
         {"items": (), "accumulated_items": ()},
         kept_because="the only law of a loss that is normalized over ranks and micro-batches",
     ),
     loop_law(
         "clipping",
-        "a loop clips the mean gradient of all micro-batches and ranks by its norm, once",
+        "a loop clips the mean gradient of all micro-batches and ranks once, by the norm of this mean",
         {"clipped": (Feature.CLIP,)},
         kept_because="the only law of clipping in a loop of the engine",
     ),

@@ -1,8 +1,8 @@
 """Define the laws of the group ``mesh``: training on several axes of parallelism gives plain PyTorch's numbers.
 
-The models are exact, so that every split of a matrix product, of heads and of a sequence gives the same bits. Two
-meshes with equally many micro-batches in a step train the same numbers: a step is the same on tp2 as on tp1 because
-both are plain PyTorch's.
+The models are exact, so every split of a matrix product, of heads and of a sequence gives the same bits. Two meshes
+with equally many micro-batches in a step compute the same numbers: a step on tp2 equals a step on tp1, because both
+equal plain PyTorch's step.
 """
 
 from __future__ import annotations
@@ -35,16 +35,17 @@ from zharness.parity.baseline import LocalResult
 from zharness.parity.compare import check_names
 
 MODELS = ("exact", "heads", "sequence", "routed")
-SPLIT_IN_PAIRS = ("heads", "routed")  # by columns and then by rows, without a gather between; and by experts
+# Layers that are split by columns and then by rows, without an all-gather in between, and experts.
+SPLIT_IN_PAIRS = ("heads", "routed")
 MOMENTUM_SGD = OptimizerSpec(name="sgd", args={"lr": 1.0, "momentum": 0.5})
-CLIP = 1.0  # below every norm of these models
+CLIP = 1.0  # below every gradient norm of these models, so that it clips
 ABOVE_THE_NORM, ABOVE = "limit_above_the_norm", 2.0**30
 
 
 def observe_step(ctx: RankContext, clip: float | None = None, model: nn.Module | None = None) -> None:
     """Make one step, and record losses, gradients, the norm, and weights and optimizer state before and after.
 
-    ``model`` is the cell's by default.
+    The default of ``model`` is the cell's model.
     """
     model = ctx.spec.model(ctx.seed) if model is None else model
     engine = ctx.build_engine_around(model, optimizer=MOMENTUM_SGD, clip=clip)
@@ -71,7 +72,7 @@ def judge_training(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def hint_missing_sum(ctx: JudgeContext, comparison: Comparison, local: Sequence[LocalResult]) -> Comparison:
-    """Add a hint to a mismatch of a gradient if the gradients of the ranks along an axis add up to the right one."""
+    """Add a hint to a mismatch of a gradient if the sum of the ranks' gradients along an axis is the right gradient."""
     mismatch = comparison.mismatch
     if mismatch is None:
         return comparison
@@ -97,7 +98,7 @@ def get_limit(variant: str) -> float:
 
 
 def judge_norm(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare the norm of every rank with the float64 norm of the full gradient, and the step with the clipped one."""
+    """Compare every rank's norm with the float64 norm of the full gradient, and the step with SGD's clipped step."""
     reported = scalar("norm" in ctx.rank_records("norm")[0])
     yield add_hint(
         compare_bitwise(ctx.location("norm", Part.REDUCTION), scalar(1), reported), "the engine reports none"
@@ -110,17 +111,17 @@ def judge_norm(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def judge_clip(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare the step with that of gradients clipped by the norm of all, each logical element once."""
+    """Compare the step with SGD's step on clipped gradients, whose norm counts each logical element once."""
     yield from judge_clipped_step(ctx, MOMENTUM_SGD, CLIP, "masters")
 
 
 def observe_bias_norm(ctx: RankContext) -> None:
-    """Make one step with clipping of a model in which the biases of the layers that tp splits are trained alone.
+    """Make one step with clipping of a model that trains only the biases of the layers that tp splits.
 
-    A bias of a row-wise layer is whole on every rank of tp. Its share in the squares of all gradients depends on the
-    batch: in ``mesh.clip`` on ``heads`` all such biases have 1e-6 with 2 ranks, so that counting them twice changes the
-    norm by a twentieth of its bound, and 3e-4 with 4 ranks, 14 times the bound. Of the squares of the biases that are
-    trained here they have 1e-3 with 2 ranks and 1e-1 with 4: hundreds of times the bound.
+    Every rank of tp holds the whole bias of a row-wise layer. The share of such biases in the sum of squares of all
+    gradients depends on the batch. In ``mesh.clip`` on ``heads`` their share is 1e-6 with 2 ranks: counting them twice
+    changes the norm by only a twentieth of its bound. With 4 ranks it is 3e-4, and the change is 14 times the bound. If
+    only biases are trained, as here, their share is 1e-3 with 2 ranks and 1e-1 with 4: hundreds of times the bound.
     """
     model = ctx.spec.model(ctx.seed).requires_grad_(False)
     for name in ctx.spec.tp_plan or ():
@@ -132,7 +133,8 @@ def observe_bias_norm(ctx: RankContext) -> None:
 def observe_replicas(ctx: RankContext) -> None:
     """Make one step, and record gradients after backward, and weights and optimizer state after the step.
 
-    Beside the full tensors, which may be gathered, this rank's shards are recorded, if the engine hands them out.
+    This rank records full tensors, which may be all-gathered, and also its shards, if the engine lets callers read
+    shards.
     """
     engine = ctx.build_engine(optimizer=MOMENTUM_SGD)
     ctx.record("stage", {"stage": scalar(ctx.config.stage)})
@@ -146,7 +148,7 @@ def observe_replicas(ctx: RankContext) -> None:
 
 
 def record_replicas(ctx: RankContext, engine: Engine, label: str, full: Mapping[str, Tensor]) -> None:
-    """Record full tensors, and this rank's shards of them."""
+    """Record full tensors, and this rank's shards if the engine lets callers read shards."""
     ctx.record(f"full {label}", full)
     if ctx.capabilities.refusal(Feature.SHARD_ACCESS) is None:
         shards = require_shard_access(engine)
@@ -174,10 +176,10 @@ def judge_replicas(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def compare_whole_tensors(ctx: JudgeContext, label: str, name: str, part: Part) -> Iterator[Comparison]:
-    """Compare what each rank has of a whole tensor with what the rank at coordinate 0 of an axis has.
+    """Compare each rank's full tensor with the full tensor of the rank at coordinate 0, along each axis.
 
-    Most engines gather it. DeepSpeed below stage 3 does not where tp splits nothing: a rank has its own weight, and the
-    sum over its own data.
+    Most engines all-gather full tensors. DeepSpeed below stage 3 does not gather tensors that tp does not split: a rank
+    reports its own copy of the weight, and the gradient that is summed over its own data.
     """
     tensors = [record[name] for record in ctx.rank_records(label)]
     whole: Sequence[Spans] = [((0, tensors[0].numel()),)] * ctx.world_size
@@ -187,7 +189,7 @@ def compare_whole_tensors(ctx: JudgeContext, label: str, name: str, part: Part) 
 def compare_shards(
     ctx: JudgeContext, label: str, name: str, owned: Sequence[Spans], shards: Sequence[Tensor]
 ) -> Iterator[Comparison]:
-    """Compare each rank's shard with the elements of its full tensor that it owns."""
+    """Compare each rank's shard with the elements of its full tensor that the rank owns."""
     for rank, shard in enumerate(shards):
         flat = ctx.rank_records(label)[rank][name].flatten()
         elements = torch.cat([flat.new_empty(0), *(flat[start:stop] for start, stop in owned[rank])])
@@ -212,7 +214,7 @@ def compare_replicas(
 
 
 def find_replica(ctx: JudgeContext, axis: str, rank: int, owned: Sequence[Spans]) -> int:
-    """Return the first rank along ``axis`` that owns the same elements as ``rank``, which may be this rank itself."""
+    """Return the first rank along ``axis`` that owns the same elements as ``rank``; this may be ``rank`` itself."""
     starts = [ctx.mesh.rank_at_start(axis, each, ctx.world_size) for each in range(ctx.world_size)]
     return next(other for other, start in enumerate(starts) if start == starts[rank] and owned[other] == owned[rank])
 
@@ -242,7 +244,7 @@ def mesh_law(
     tier: Tier = Tier.STAGED,
     programs: ProgramForm | None = None,
 ) -> Law:
-    """Build a law of the group ``mesh``, whose models are exact unless ``tier`` is that of random weights."""
+    """Build a law of the group ``mesh``; its models are exact, unless ``tier`` is the tier of random weights."""
     return Law(
         name=f"mesh.{name}",
         statement=statement,
@@ -262,38 +264,38 @@ def mesh_law(
 LAWS = (
     mesh_law(
         "training",
-        "the gathered gradient, weight and optimizer state of every parameter are plain PyTorch's on every mesh",
+        "on every mesh, the full gradient, weight and optimizer state of every parameter are plain PyTorch's",
         observe_step,
         judge_training,
-        kept_because="the shortest law of a mesh: the first one to read in a report",
+        kept_because="the shortest law of a mesh: read it first in a report",
         models=(*MODELS, "mixing"),
     ),
     mesh_law(
         "one_hot",
-        "if only one data coordinate has a loss, the gradient is that one's over every axis",
+        "if only one data coordinate has a non-zero loss, the gradients on all ranks come from this coordinate alone",
         observe_one_hot_rank,
         judge_one_hot_rank,
-        kept_because="names the data coordinate that is lost or counted for each rank of tp",
+        kept_because="names the data coordinate whose gradient is lost, or counted once for each rank of tp",
     ),
     mesh_law(
         "no_sync",
-        "no_sync postpones the reduction over the data alone: layers that are split still exchange their sums",
+        "no_sync postpones only the data-parallel reduction: layers that are split still exchange their partial sums",
         observe_no_sync,
         judge_no_sync,
         Feature.NO_SYNC,
         models=(*SPLIT_IN_PAIRS, "sequence"),
-        kept_because="the only windows with layers split in pairs, parts of a sequence, or experts of several ranks",
+        kept_because="the only windows with layers split in pairs, parts of a sequence, or experts on several ranks",
     ),
     mesh_law(
         "replicas",
-        "replicas along an axis are bitwise equal after backward and step, and shards lie where layout() says",
+        "replicas along an axis are bitwise equal after backward and step, and shards hold what layout() says",
         observe_replicas,
         judge_replicas,
-        kept_because="names the axis along which replicas differ, which gathered tensors may hide",
+        kept_because="names the axis along which replicas differ; all-gathered tensors may hide the difference",
     ),
     mesh_law(
         "norm",
-        "the norm counts each element of the full gradient once, whatever replicates or splits it, and clips all by it",
+        "the norm that clips gradients counts each element of the full gradient once, even if replicated or split",
         observe_norm,
         judge_norm,
         Feature.CLIP,
@@ -302,27 +304,27 @@ LAWS = (
     ),
     mesh_law(
         "clip",
-        "gradients are clipped by the norm of all of them, each element once, also by an engine that reports no norm",
+        "gradients are clipped by the norm of all gradients, each element once, also if the engine reports no norm",
         observe_norm,
         judge_clip,
         Feature.CLIP,
-        kept_because="the only law of clipping on a mesh whose engine reports no norm, which ends mesh.norm",
+        kept_because="the only law of clipping on a mesh for engines that report no norm, which mesh.norm requires",
     ),
     mesh_law(
         "clip_biases",
-        "the norm that clips counts each bias of a split layer once, also one that every rank has whole",
+        "the norm that clips counts each bias of a split layer once, also a bias that every rank holds",
         observe_bias_norm,
         judge_clip,
         Feature.CLIP,
-        kept_because="the only law that clips by biases alone: in other norms one that counts twice may be rounding",
+        kept_because="the only norm of biases alone: in other norms, a bias counted twice may look like rounding",
         models=("heads", "sequence"),
     ),
     mesh_law(
         "mean_gradient",
-        "on random weights the mean gradient of one backward is as near to float64 as that of torch's kernels",
+        "on random weights, the mean gradient of one backward is as close to float64 as that of torch's kernels",
         observe_mean_gradient,
         judge_mean_gradient,
-        kept_because="the cheapest law of random weights, with one backward whatever the number of ranks",
+        kept_because="the cheapest law of random weights: it runs one backward for any number of ranks",
         models=("mlp", "transformer"),
         tier=Tier.CALIBRATED,
     ),

@@ -15,14 +15,14 @@ from zharness.parity import Comparison
 
 
 def judge_exact_program(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Judge every verb of the program bitwise, as its steps keep weights integers."""
+    """Judge every verb of the program bitwise, because its steps keep weights integers."""
     yield from judge_any_order(ctx, ExactProgramJudge)
 
 
 def program_law(
     name: str, statement: str, models: tuple[str, ...], templates: Mapping[str, ProgramTemplate], kept_because: str
 ) -> Law:
-    """Build a law of programs on a mesh, with one variant for each of ``templates``."""
+    """Build a law of programs on a mesh, with one variant for each template of ``templates``."""
     return mesh_law(
         name,
         statement,
@@ -40,16 +40,16 @@ def program_law(
 LAWS = (
     program_law(
         "any_order",
-        "in any legal order of calls, each call does what plain PyTorch's does, also where layers are split in pairs",
+        "in any legal order of calls, each call works as in plain PyTorch, also with layers that are split in pairs",
         ("stepped_heads", "stepped_context", "routed"),
         MESH_TEMPLATES,
         "the only random order of calls on models that tp, cp and ep split",
     ),
     program_law(
         "any_order_clipped",
-        "in any legal order of calls, steps are made with the clipped sum of the backwards since the last one",
+        "in any legal order of calls, each step applies the clipped sum of all gradients since the previous step",
         ("stepped_sequence",),
         CLIPPED_TEMPLATES,
-        "the only random order of calls that clips on tp: torch clips no parameter outside the plan with the others",
+        "the only random order of calls with clipping on tp: torch clips parameters outside the plan separately",
     ),
 )

@@ -1,4 +1,4 @@
-"""Define the law mesh.buffers: a buffer that forwards in training mode change is each rank's own on every mesh."""
+"""Define the law mesh.buffers: each rank's forwards in training mode change the rank's own buffers, on every mesh."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from zharness.parity import Comparison, Part, compare_bitwise
 from zharness.workload.nested_tensors import collect_tensors
 
 STEPS = 2
-EVALUATED = STEPS  # the number of the micro-batch of the evaluation, and of the buffers after it
+EVALUATED = STEPS  # the number of the evaluation's micro-batch, and of the buffers recorded after it
 SUM, COUNT = "seen_sum", "seen_count"  # like a running statistic of batch norm, and its number of batches
 
 
 def observe_buffers(ctx: RankContext) -> None:
     """Make two steps with a model that adds its inputs to a buffer, evaluate, and record the buffers each time.
 
-    The rate is 0: weights that grow could make the gradients of the second step infinite, which an engine may refuse.
+    The learning rate is 0: growing weights could make the gradients of the second step infinite, and an engine may
+    refuse infinite gradients.
     """
     ctx.record("case", {"own": scalar(ctx.capabilities.refusal(Feature.RANK_BUFFERS) is None)})
     engine = ctx.build_engine_around(add_buffers(ctx.spec.model(ctx.seed)), optimizer=ZERO_LR_SGD)
@@ -41,13 +42,13 @@ def observe_buffers(ctx: RankContext) -> None:
 
 
 def add_buffers(model: nn.Module) -> nn.Module:
-    """Give ``model`` buffers that each forward in training mode adds its input to, and return the model."""
+    """Add buffers to ``model``, to which each forward in training mode adds its input, and return the model."""
     model.register_buffer(SUM, torch.zeros(()))
     model.register_buffer(COUNT, torch.zeros((), dtype=torch.int64))
 
     @torch.no_grad()
     def add_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Add the sum of the first input, and one, to the buffers of a module in training mode."""
+        """In training mode, add the sum of the first input to the buffer SUM, and 1 to the buffer COUNT."""
         if module.training:
             module.get_buffer(SUM).add_(sum_first_input((args, kwargs)))
             module.get_buffer(COUNT).add_(1)
@@ -69,8 +70,8 @@ def read_buffers(module: nn.Module) -> dict[str, Tensor]:
 def judge_buffers(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare each rank's buffers bitwise with those of plain PyTorch on the micro-batches of its data coordinate.
 
-    If the engine does not claim that ranks keep buffers of their own, those of the other data coordinates are compared
-    after the first step alone: a later forward may begin with the buffers of rank 0.
+    If the engine does not claim that ranks keep their own buffers, buffers of data coordinates other than 0 are
+    compared after the first step only: a later forward may start with the buffers of rank 0.
     """
     ranks_keep_buffers = bool(ctx.rank_records("case")[0]["own"])
     for rank in range(ctx.world_size):
@@ -90,10 +91,10 @@ def judge_buffers(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     mesh_law(
         "buffers",
-        "buffers that each forward in training mode changes are those of the rank's own micro-batches on every mesh",
+        "on every mesh, buffers that forwards in training mode change depend on the rank's own micro-batches alone",
         observe_buffers,
         judge_buffers,
         models=SPLIT_IN_PAIRS,
-        kept_because="the only law of a mesh with a buffer that forwards change, as those of batch norm",
+        kept_because="the only law of a mesh with a buffer that forwards change, as in batch norm",
     ),
 )

@@ -1,4 +1,4 @@
-"""Define the law mesh.dropout: gradients fit the masks, which ranks share where their activations are whole."""
+"""Define the law mesh.dropout: ranks with the same whole activations draw the same masks, and gradients fit them."""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ from zharness.parity.certificate import Exactness, certify_exactness
 from zharness.workload.exact_heads import DROPOUTS, Dropout, DroppedHeads, keep_everything
 
 RECOMPUTED, MASKS, WINDOW = "recomputed", "masks", "masks_in_a_window"
-MICRO_BATCHES = {"": 1, RECOMPUTED: 1, MASKS: 4, WINDOW: 4}  # of the law variants
-INTERRUPTED_AFTER = 1  # the number of the micro-batch that an evaluation and a load follow
+MICRO_BATCHES = {"": 1, RECOMPUTED: 1, MASKS: 4, WINDOW: 4}  # by law variant
+INTERRUPTED_AFTER = 1  # the micro-batch after which an evaluation and a load run
 SEQUENCE_DIM = 1
 Masks = Mapping[str, Tensor]  # by the name of the dropout
 
 
 def observe_dropout(ctx: RankContext) -> None:
-    """Run backwards, and record all masks that each dropout drew, and the gradients of the first one.
+    """Run backwards, and record all masks that each dropout drew, and the gradients of the first backward.
 
-    No step moves a weight: weights that grow would make the numbers of a later one infinite, and masks do not depend on
-    them. In the variant ``masks_in_a_window`` all micro-batches are of one window, which the engine accumulates. In the
-    variant ``masks`` each is a step of its own. In both an evaluation follows the second one, and in ``masks`` a load.
+    No step moves a weight: growing weights would make later numbers infinite, and masks do not depend on weights. In
+    the variant ``masks_in_a_window``, all micro-batches belong to one window that the engine accumulates. In the
+    variant ``masks``, each micro-batch is one step. In both variants an evaluation runs after the second micro-batch;
+    in ``masks`` a save and a load follow, if the engine claims checkpoints.
     """
     model = cast(DroppedHeads, ctx.spec.model(ctx.seed))
     if ctx.variant == RECOMPUTED:
@@ -60,7 +61,7 @@ def observe_dropout(ctx: RankContext) -> None:
 
 
 def interrupt(ctx: RankContext, engine: Engine, loads: bool) -> None:
-    """Run an evaluation, and if ``loads``, save the engine and load what was saved."""
+    """Run an evaluation; if ``loads`` is true, then save the engine and load this checkpoint."""
     with eval_mode(engine), torch.no_grad():
         ctx.batch(INTERRUPTED_AFTER).feed(engine)
     if loads:
@@ -76,7 +77,7 @@ def read_local(mask: Any) -> Tensor:
 
 
 def judge_dropout(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Judge the masks in the variant of that name, else the losses and gradients under the masks of the engine."""
+    """Judge the masks in the variants MASKS and WINDOW, else the losses and gradients under the engine's masks."""
     groups = [ctx.mesh.list_ranks(at, ctx.world_size) for at in range(ctx.data_size)]
     if ctx.variant in (MASKS, WINDOW):
         for at, ranks in enumerate(groups):
@@ -86,9 +87,9 @@ def judge_dropout(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def judge_under_masks(ctx: JudgeContext, groups: Sequence[Sequence[int]]) -> Iterator[Comparison]:
-    """Compare losses and gradients bitwise with plain PyTorch's under the masks of the engine, whatever these are.
+    """Compare losses and gradients bitwise with plain PyTorch's under the engine's masks, without judging the masks.
 
-    ``groups`` has the ranks that share each micro-batch.
+    ``groups`` lists, for each micro-batch, the ranks that share it.
     """
     local = []
     for at, ranks in enumerate(groups):
@@ -111,12 +112,13 @@ def judge_recomputation(ctx: JudgeContext, rank: int) -> Iterator[Comparison]:
 
 
 def judge_masks(ctx: JudgeContext, at: int, ranks: Sequence[int]) -> Iterator[Comparison]:
-    """Compare the masks of the ranks that share micro-batch ``at``: whole ones with plain PyTorch's, parts in pairs.
+    """Judge the masks of the ranks that share micro-batch ``at``: masks of whole activations, and masks of parts.
 
-    A mask of the whole activations is the one that plain PyTorch draws from the caller's generator. A mask of a part of
-    a sequence must be that of no other part, in any step, and of no other step of its rank. Two masks of the at least
-    64 elements of a part are equal by chance in 1 of 2^64 cases, and those of two steps in 1 of 2^30, where the seeds
-    of steps have 30 bits; a cell compares fewer than 100 pairs of steps, so that 1 of 10^7 cells fails by chance.
+    A mask of the whole activations must equal the mask that plain PyTorch draws from the caller's generator. A mask of
+    a part of a sequence must differ from all masks of other parts, in any step, and from the masks of its rank's other
+    steps. Two masks of a part, which has at least 64 elements, are equal by chance in 1 of 2^64 cases. Masks of two
+    steps are equal by chance in 1 of 2^30 cases, because the seeds of steps have 30 bits. A cell compares fewer than
+    100 pairs of steps, so 1 of 10^7 cells fails by chance.
     """
     plain = draw_plain_masks(ctx.baseline, at)
     records = [ctx.rank_records("masks")[rank] for rank in ranks]
@@ -152,7 +154,7 @@ def draw_plain_masks(baseline: Baseline, at: int) -> Masks:
 
 
 def join_masks(ctx: JudgeContext, ranks: Sequence[int]) -> dict[str, Tensor]:
-    """Return the first masks of the whole activations, from the ranks that share a micro-batch."""
+    """Return each dropout's first mask of the whole activations, joined from the ranks that share a micro-batch."""
     records = [{name: masks[0] for name, masks in ctx.rank_records("masks")[rank].items()} for rank in ranks]
     tokens = ctx.baseline.batch(0, 0).inputs.shape[SEQUENCE_DIM]
     return {
@@ -164,7 +166,7 @@ def join_masks(ctx: JudgeContext, ranks: Sequence[int]) -> dict[str, Tensor]:
 
 
 def run_with_masks(baseline: Baseline, at: int, step: int, masks: Masks) -> tuple[LocalResult, Masks]:
-    """Return the plain model's loss and gradients under ``masks``, or else under those that it draws, and its masks."""
+    """Return the plain model's loss and gradients, and its masks: ``masks``, or the masks that it draws if empty."""
     model = baseline.build_module()
     drops = {name: cast(Dropout, model.get_submodule(name)) for name in DROPOUTS}
     for name, mask in masks.items():
@@ -179,8 +181,9 @@ def take_mask(mask: Tensor, _activations: Tensor) -> Tensor:
 
 
 def certify_any_mask(ctx: JudgeContext) -> Exactness:
-    """Return whether tier X applies under every mask: the largest one bounds the sums of all others."""
-    model: Any = ctx.baseline.spec.build  # a class of models with dropout, which takes the function that draws masks
+    """Return whether tier X applies under every mask: the mask that keeps everything bounds the sums of all others."""
+    # A class of models with dropout. Its argument is the function that draws masks.
+    model: Any = ctx.baseline.spec.build
     spec = replace(ctx.baseline.spec, build=partial(model, keep_everything))
     return certify_exactness(replace(ctx.baseline, spec=spec), range(1), ctx.dtype)
 
@@ -188,7 +191,7 @@ def certify_any_mask(ctx: JudgeContext) -> Exactness:
 LAWS = (
     mesh_law(
         "dropout",
-        "dropout drops the same elements of whole activations on all ranks, others of each part, and gradients fit",
+        "ranks draw one dropout mask for whole activations, and different masks for parts, and gradients fit them",
         observe_dropout,
         judge_dropout,
         models=("dropped_heads", "dropped_sequence"),

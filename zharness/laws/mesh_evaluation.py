@@ -1,4 +1,4 @@
-"""Define the law mesh.evaluation: forwards without gradients are those of plain PyTorch on every mesh."""
+"""Define the law mesh.evaluation: forwards without gradients give plain PyTorch's outputs on every mesh."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from zharness.workload import Batch, ModelSpec
 from zharness.workload.programs import Act
 
 ACTS = (Act.EVALUATION, Act.NO_GRAD, Act.INFERENCE)
-LONGER = Act.INFERENCE  # the forward of longer sequences
+LONGER = Act.INFERENCE  # the act whose forward gets longer sequences
 TIMES = 2  # before and after a step
-# The micro-batches of a forward: more tokens go to an expert than 4, below which DeepSpeed's default drops none.
+# The number of micro-batches in a forward: an expert then gets more than 4 tokens. Up to 4, DeepSpeed drops none.
 JOINED = 4
-SEQUENCE_DIM, SEQUENCE_DIMS = 1, 3  # the axis of tokens, and the number of axes of inputs that have one
-# Added to biases behind matrices that are split, so that what ranks send in a forward is no number of bf16.
+SEQUENCE_DIM, SEQUENCE_DIMS = 1, 3  # the dimension of tokens, and the number of dimensions of inputs with tokens
+# Added to biases after split matrices, so that bf16 cannot hold the numbers that ranks send in a forward.
 LARGE = 257.0
 LARGE_BIASES = ("first.bias", "value.bias", "out.bias", "moe.experts.*.bias")
 MODELS = ("stepped_heads", "stepped_context", "routed")  # mesh.any_order_clipped evaluates stepped_sequence
 
 
 def enlarge(spec: ModelSpec) -> ModelSpec:
-    """Return the model with LARGE added to biases, but to their first element, by which a gate chooses experts."""
+    """Return the model with LARGE added to biases, except to their first element, by which a gate chooses experts."""
     return replace(spec, build=partial(build_enlarged, spec.build))
 
 
@@ -52,14 +52,14 @@ def build_enlarged(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def join_batches(batches: Sequence[Batch], act: Act) -> Batch:
-    """Return micro-batches as one of more samples, or of longer sequences if ``act`` says so and there are any."""
+    """Return one micro-batch with more samples, or longer sequences if ``act`` is LONGER and inputs have tokens."""
     inputs, targets = ([getattr(batch, part) for batch in batches] for part in ("inputs", "target"))
     dim = SEQUENCE_DIM if act is LONGER and inputs[0].dim() == SEQUENCE_DIMS else 0
     return Batch(torch.cat(inputs, dim), torch.cat(targets, dim))
 
 
 def largest_output(output: Tensor, _batch: Batch) -> Tensor:
-    """Return an objective whose gradients are 0, so that a bound of its sums is one of the forward alone."""
+    """Return an objective whose gradients are 0, so that a bound on its sums is a bound on the forward's sums alone."""
     return output.detach().max() + 0 * output.sum()
 
 
@@ -85,7 +85,7 @@ def observe_evaluation(ctx: RankContext) -> None:
 
 
 def judge_evaluation(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare outputs bitwise with those of plain PyTorch with the engine's weights, if no sum in them is rounded."""
+    """Compare outputs bitwise with plain PyTorch's at the engine's weights, if the outputs round no sum."""
     ctx = replace(ctx, baseline=replace(ctx.baseline, spec=enlarge(ctx.baseline.spec)))
     yield from compare_initial_weights(ctx)
     for step in range(TIMES):
@@ -109,10 +109,10 @@ def judge_evaluation(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     mesh_law(
         "evaluation",
-        "a forward in evaluation mode, under no_grad or inference_mode is plain PyTorch's before and after a step",
+        "a forward in evaluation mode, no_grad or inference_mode gives plain PyTorch's output before and after a step",
         observe_evaluation,
         judge_evaluation,
         models=MODELS,
-        kept_because="names the mode of a wrong forward, with one step in place of a program",
+        kept_because="names the mode of a wrong forward, and makes one step instead of running a program",
     ),
 )

@@ -1,6 +1,6 @@
 """Define the law mesh.expert_not_finite: an expert whose gradient overflows has one outcome on all ranks.
 
-On ep a rank has no other rank's experts, so that each finds an overflow of its own ones alone.
+On ep, a rank holds only its own experts, so each rank detects only an overflow of its own experts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from zharness.mesh import EXPERT
 
 
 def overflow_on_last_rank(ctx: RankContext, module: nn.Module, value: float) -> None:
-    """Let ``value`` be the gradient of the weight of an expert that only the last rank of ep, and its copies, have."""
+    """Set an expert's gradient to ``value`` on the only ranks that hold the expert: the last of ep, and its copies."""
     place = ctx.config.mesh.coordinates(ctx.rank, ctx.world_size).get(EXPERT, 0)
     if place == ctx.config.mesh.size(EXPERT) - 1:
         weights = [param for name, param in module.named_parameters() if "experts." in name and param.dim() == 2]
@@ -46,7 +46,7 @@ def observe_expert(ctx: RankContext) -> None:
 LAWS = (
     mesh_law(
         "expert_not_finite",
-        "a gradient that is infinite or NaN in one expert alone is applied, skipped or refused by all ranks alike",
+        "all ranks apply, all skip or all refuse a gradient that is infinite or NaN in one expert alone",
         observe_expert,
         judge_one_coordinate,
         models=("routed",),
@@ -55,6 +55,6 @@ LAWS = (
             for value in VALUES
             for suffix in ("", CLIPPED)
         ),
-        kept_because="the only law of a gradient that is not finite in the experts of some ranks",
+        kept_because="the only law of a gradient that is not finite in an expert that only some ranks hold",
     ),
 )

@@ -1,4 +1,4 @@
-"""Define the law mesh.frozen: weights that are frozen change no gradient of the others, on every mesh."""
+"""Define the law mesh.frozen: freezing some weights changes no gradient of the other weights, on every mesh."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zharness.parity.certificate import Exactness
 
 
 def find_matrices(model: nn.Module) -> list[str]:
-    """Return the names of all weights but the vectors, so that biases train alone."""
+    """Return the names of all weights except vectors; if these are frozen, only biases train."""
     return [name for name, parameter in model.named_parameters() if parameter.dim() > 1]
 
 
@@ -36,7 +36,7 @@ PATTERNS: Mapping[str, Callable[[nn.Module], Collection[str]]] = {
 
 
 def observe_frozen(ctx: RankContext) -> None:
-    """Make a step of an engine for each pattern of frozen weights, and record gradients, weights and state."""
+    """Make a step of a new engine for each pattern of frozen weights, and record gradients, weights and state."""
     for label, find_frozen in PATTERNS.items():
         model = ctx.spec.model(ctx.seed)
         engine = ctx.build_engine_around(freeze(model, find_frozen(model)), optimizer=MOMENTUM_SGD)
@@ -50,7 +50,7 @@ def observe_frozen(ctx: RankContext) -> None:
 
 
 def judge_frozen(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare losses, the gradients of the weights that train, and the step; a frozen weight does not move."""
+    """Compare losses, the gradients of trained weights, and the step; a frozen weight must not move."""
     local, exact = ctx.compute_local_grads(step=0), ctx.certify_exactness(range(1))
     model = ctx.baseline.build_module()
     for label, find_frozen in PATTERNS.items():
@@ -62,7 +62,7 @@ def judge_frozen(ctx: JudgeContext) -> Iterator[Comparison]:
 def judge_pattern(
     ctx: JudgeContext, label: str, frozen: Collection[str], local: Sequence[LocalResult], exact: Exactness
 ) -> Iterator[Comparison]:
-    """Compare the numbers of the engine whose weights ``frozen`` were frozen."""
+    """Compare losses, gradients and step of the engine whose weights ``frozen`` were frozen."""
     yield from ctx.compare_losses(0, local, f"loss-{label}")
     trained = [leave_out_grads(each, frozen) for each in local]
     yield from ctx.compare_reduced_grads(f"grads-{label}", [trained], exact=exact)
@@ -74,7 +74,7 @@ def judge_pattern(
 LAWS = (
     mesh_law(
         "frozen",
-        "frozen weights do not move, and pass the gradients on that the weights in front of them need, on every mesh",
+        "on every mesh, frozen weights do not move, and backward passes through them to the weights of earlier layers",
         observe_frozen,
         judge_frozen,
         Feature.PARAMETERS,

@@ -1,7 +1,7 @@
-"""Define the law mesh.loss_scale: an overflow on one rank leaves one loss scale, and the same weights, on all ranks.
+"""Define the law mesh.loss_scale: after an overflow on one rank, all ranks have equal loss scales and old weights.
 
-The laws of precision say what the scale must be. torch's GradScaler, which an engine may have on each rank, looks for
-an overflow in the gradients of its rank alone.
+The laws of the group ``precision`` judge the value of the scale. An engine may have one torch GradScaler on each rank,
+and a GradScaler looks for an overflow only in the gradients of its own rank.
 """
 
 from __future__ import annotations
@@ -32,10 +32,9 @@ FP16, AUTOCAST = "fp16", "autocast"
 
 
 def observe_scale(ctx: RankContext) -> None:
-    """Make steps whose gradients overflow on the last rank alone and on the first, each before a good one.
+    """Make a step that overflows on the last rank alone and one on the first rank alone, each before a good step.
 
-    An engine that takes the answer of one rank for that of all is right about one of the two. Scales and weights are
-    recorded.
+    An engine that checks one rank only would detect one of the two overflows. Scales and weights are recorded.
     """
     engine = ctx.build_engine(optimizer=SGD, options=SCALER_SETTINGS[ctx.variant].options)
     overflowing = {ON_THE_LAST: ctx.world_size - 1, ON_THE_FIRST: 0}
@@ -54,12 +53,13 @@ def observe_scale(ctx: RankContext) -> None:
 
 
 def backward_with_overflow(ctx: RankContext, engine: Engine, step: int, overflows: bool) -> None:
-    """Run forward and backward; if ``overflows``, a part of this rank's gradients is infinite, and nothing else is.
+    """Run forward and backward; if ``overflows``, make a part of this rank's gradients infinite, and nothing else.
 
-    Under torch_autocast a hook makes a part overflow that this rank alone has, where an axis splits the model. No hook
-    sees the gradients of sharded weights, which engines with copies of weights, or a scale of their own, may have.
+    Under torch_autocast, if an axis splits the model, a hook makes a part overflow that only this rank holds. In fp16,
+    and with copies of weights alone, the forward makes the gradients overflow, because no hook sees gradients of
+    sharded weights.
     """
-    factor = 1 / SCALER_SETTINGS[ctx.variant].initial  # so that nothing else overflows
+    factor = 1 / SCALER_SETTINGS[ctx.variant].initial  # small enough that nothing else overflows
     if ctx.variant == FP16 or set(ctx.config.mesh.axes) == {REPLICATE}:
         batch, part = ctx.batch(step), Overflow.PART if overflows else Overflow.NONE
         output = run_overflowing_forward(engine, batch.inputs, part, ctx.variant)
@@ -75,21 +75,21 @@ def backward_with_overflow(ctx: RankContext, engine: Engine, step: int, overflow
 
 
 def overflow_one_column(module: nn.Module, column: int) -> torch.utils.hooks.RemovableHandle:
-    """Let infinity be the gradient of a column of the first layer's output, and so of that row of its weight.
+    """Make the gradient of a column of the first layer's output infinite, and so the same row of its weight's gradient.
 
-    ``tp`` gives the first row to the first rank and the last row to the last. A hook on the weight would not be called
-    if the engine shards it, too.
+    ``tp`` gives the first row to the first rank and the last row to the last rank. A hook on the weight would not be
+    called if the engine also shards the weight.
     """
 
     def overflow(_module: nn.Module, _inputs: object, output: Tensor) -> Tensor:
-        """Return a copy of the output whose gradient has the column."""
+        """Return a copy of the output whose gradient is infinite in the column."""
         return cast(Tensor, BadColumnGrad.apply(output, torch.inf, column))  # type: ignore[no-untyped-call]
 
     return module.get_submodule("first").register_forward_hook(overflow)
 
 
 def overflow_one_matrix(module: nn.Module) -> torch.utils.hooks.RemovableHandle:
-    """Let infinity be the gradient of a matrix: of an expert, if the model has some, or of the first layer."""
+    """Make the gradient of one matrix infinite: of an expert if the model has experts, else of the first layer."""
     weights = {name: param for name, param in module.named_parameters() if name.endswith("weight")}
     chosen = next((param for name, param in weights.items() if "experts." in name), weights["first.weight"])
     handle: torch.utils.hooks.RemovableHandle = chosen.register_hook(  # type: ignore[no-untyped-call]
@@ -99,9 +99,10 @@ def overflow_one_matrix(module: nn.Module) -> torch.utils.hooks.RemovableHandle:
 
 
 def judge_scale(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare the loss scale between ranks after each step, and the weights with those from before an overflow.
+    """Compare the loss scale between ranks after each step, and the weights after an overflow with those before it.
 
-    The gradients of an overflow are not finite on any rank, and those of good steps are on all, or nothing was tested.
+    In a step with an overflow, every rank must have a gradient that is not finite; in a good step, all gradients must
+    be finite. Otherwise the law has tested nothing.
     """
     for step in STEPS:
         yield from compare_finiteness(ctx, step)
@@ -117,7 +118,7 @@ def judge_scale(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def compare_finiteness(ctx: JudgeContext, step: int) -> Iterator[Comparison]:
-    """Compare on every rank whether its gradients of ``step`` are finite with whether they should be."""
+    """Check on every rank that the gradients of ``step`` are finite exactly if the step has no overflow."""
     finite = [all(bool(grad.isfinite().all()) for grad in grads.values()) for grads in ctx.rank_records("grads", step)]
     for rank, found in enumerate(finite):
         place = ctx.location("finiteness of gradients", Part.REDUCTION, step, rank)
@@ -127,7 +128,7 @@ def compare_finiteness(ctx: JudgeContext, step: int) -> Iterator[Comparison]:
 
 
 def compare_skipped_weights(ctx: JudgeContext, step: int) -> Iterator[Comparison]:
-    """Compare the weights of each rank after an overflow with those that it had before."""
+    """Compare the weights of each rank after a step with an overflow with its weights before the step."""
     before, after = ctx.rank_records("params", step), ctx.rank_records("params", step + 1)
     for name in before[0]:
         pairs = [(old[name], new[name]) for old, new in zip(before, after, strict=True)]
@@ -138,7 +139,7 @@ def compare_skipped_weights(ctx: JudgeContext, step: int) -> Iterator[Comparison
 
 
 def compare_moved_weights(ctx: JudgeContext, step: int) -> Iterator[Comparison]:
-    """Check that a good step moved weights, and compare those of all ranks after it with each other."""
+    """Check that a good step moved weights, and compare the weights of all ranks after the step with each other."""
     before, after = ctx.rank_records("params", step)[0], ctx.rank_records("params", step + 1)
     moved = any(not torch.equal(weight, after[0][name]) for name, weight in before.items())
     yield compare_bitwise(ctx.location("moved weights", Part.OPTIMIZER, step), scalar(True), scalar(moved))
@@ -147,13 +148,13 @@ def compare_moved_weights(ctx: JudgeContext, step: int) -> Iterator[Comparison]:
 
 
 def describe_ranks(ctx: JudgeContext, answers: Sequence[bool]) -> str:
-    """Return on which ranks something is so, if the ``answers`` of some ranks along an axis differ, or ''."""
+    """Return a text that names the axes along which ``answers`` of ranks differ, or '' if all are equal."""
     axes = " and ".join(find_unequal_axes(ctx, answers))
     return f"on some of the ranks along {axes} alone" if axes else ""
 
 
 def find_unequal_axes(ctx: JudgeContext, values: Sequence[float]) -> list[str]:
-    """Return the axes along which some rank has another value than the first one of them."""
+    """Return the axes along which some rank has a different value than the first rank of the axis."""
 
     def is_unequal(axis: str) -> bool:
         """Return whether a value differs along ``axis``."""
@@ -166,7 +167,7 @@ def find_unequal_axes(ctx: JudgeContext, values: Sequence[float]) -> list[str]:
 LAWS = (
     mesh_law(
         "loss_scale",
-        "an overflow on one rank alone leaves the weights of all ranks as they are, and one loss scale on all of them",
+        "after an overflow on one rank alone, no rank's weights change, and all ranks have the same loss scale",
         observe_scale,
         judge_scale,
         models=("mixed",),

@@ -26,7 +26,8 @@ VALUES = {"inf": math.inf, "nan": math.nan}
 def observe_one_coordinate(ctx: RankContext) -> None:
     """Replace the last element of the first gradient, which only the last ranks own, and make a step.
 
-    An engine whose shards no caller can write gets it in backward, from a hook of the parameter on the last ranks.
+    If callers cannot write the engine's shards, a hook on the parameter replaces the element in backward, on the last
+    ranks.
     """
     clip = CLIP if ctx.variant.endswith(CLIPPED) else None
     engine = ctx.build_engine(optimizer=UNIT_LR_SGD, clip=clip)
@@ -50,7 +51,7 @@ def observe_one_coordinate(ctx: RankContext) -> None:
 
 
 def overflow_in_backward(ctx: RankContext, engine: Engine, name: str, value: float) -> None:
-    """Let ``value`` be the last element of a local gradient on the ranks that are the last on each named axis."""
+    """Set the last element of a local gradient to ``value``, on the ranks that are the last along each named axis."""
     mesh = ctx.config.mesh
     places = mesh.coordinates(ctx.rank, ctx.world_size)
 
@@ -65,7 +66,7 @@ def overflow_in_backward(ctx: RankContext, engine: Engine, name: str, value: flo
 
 
 def write_last_element(ctx: RankContext, engine: Engine, name: str, elements: int, value: float) -> None:
-    """Write the last element of a gradient on the ranks that own it, by their shards."""
+    """Write the last element of a gradient through the shards of the ranks that own the element."""
     shards = require_shard_access(engine)
     shard = shards.read_grad_shard(name)
     pieces = engine.layout().get(name, (Piece(ctx.rank, 0, elements),))
@@ -75,9 +76,9 @@ def write_last_element(ctx: RankContext, engine: Engine, name: str, elements: in
 
 
 def judge_one_coordinate(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare the outcomes of all ranks, and the weights with those of torch's SGD, or from before a refused step.
+    """Compare the outcomes of all ranks, and the weights with torch's SGD, or with those before a refused step.
 
-    One gradient is not finite, or nothing was tested.
+    Exactly one gradient must not be finite; otherwise the law has tested nothing.
     """
     for rank, grads in enumerate(ctx.rank_records("grads")):
         overflowed = [name for name, grad in grads.items() if not grad.isfinite().all()]
@@ -99,7 +100,7 @@ def judge_one_coordinate(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def compute_stepped_weights(ctx: JudgeContext) -> dict[str, Tensor]:
-    """Return the weights that every rank must have after the step, by the outcome on rank 0."""
+    """Return the weights that every rank must have after the step, given the outcome on rank 0."""
     before, grads = ctx.rank_records("params", 0)[0], ctx.rank_records("grads")[0]
     if ctx.rank_records("outcome")[0]["outcome"] != Outcome.APPLIED:
         return dict(before)
@@ -110,7 +111,7 @@ def compute_stepped_weights(ctx: JudgeContext) -> dict[str, Tensor]:
 LAWS = (
     mesh_law(
         "not_finite",
-        "a gradient that is infinite or NaN on one coordinate alone is applied, skipped or refused by all ranks alike",
+        "all ranks apply, all skip or all refuse a gradient that is infinite or NaN on one coordinate alone",
         observe_one_coordinate,
         judge_one_coordinate,
         models=("exact", "sequence", "routed"),
@@ -119,6 +120,6 @@ LAWS = (
             for value in VALUES
             for suffix in ("", CLIPPED)
         ),
-        kept_because="the only law of a gradient that is not finite on a part of the ranks",
+        kept_because="the only law of a gradient that is not finite on only some ranks",
     ),
 )

@@ -1,8 +1,8 @@
-"""Define the law mesh.routing: experts that a gate of random weights chooses freely, on every mesh.
+"""Define the law mesh.routing: a gate with random weights chooses the same experts on every mesh.
 
-An expert that is chosen otherwise than in plain PyTorch is no rounding error, unless two experts are as good as tied.
-So the judge first computes how far the two best experts of each token are apart, and how far rounding can move them. A
-cell in which a tie could flip is undetermined.
+A choice that differs from plain PyTorch's is no rounding error, unless the scores of two experts are nearly equal. So
+the judge first computes the difference of the two best scores of each token, and how much rounding can change it. If
+rounding could change a choice, the cell is undetermined.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def judge_routing(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def describe_near_tie(ctx: JudgeContext) -> str:
-    """Return which token's expert rounding may change, or "" if the choice of every token is certain."""
+    """Return a text that names a token whose expert rounding may change, or "" if every choice is certain."""
     model = ctx.baseline.build_module()
-    # Each of the two layers multiplies two factors, which TF32 rounds or, in kernels that do not round, truncates.
+    # Each of the two layers multiplies two factors, which TF32 rounds, or truncates in some kernels.
     factors = (1 + ctx.baseline.eps) ** 4 if ctx.baseline.products is Float32Products.TF32 else 1.0
     relative_error = (1 + gamma(SUMMED_TERMS, ctx.dtype)) * factors - 1
     for coordinate in range(ctx.data_size):
@@ -47,11 +47,11 @@ def describe_near_tie(ctx: JudgeContext) -> str:
 LAWS = (
     mesh_law(
         "routing",
-        "a gate of random weights chooses plain PyTorch's expert for each token, and the mean gradient is as near to "
-        "float64 as torch's",
+        "a gate with random weights chooses plain PyTorch's expert for each token, and the mean gradient is as close "
+        "to float64 as torch's",
         observe_mean_gradient,
         judge_routing,
-        kept_because="the only law of experts whose choice the numbers decide, with a check of ties",
+        kept_because="the only law in which random scores choose experts, with a check for near ties",
         models=("random_routed",),
         tier=Tier.CALIBRATED,
     ),

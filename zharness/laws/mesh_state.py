@@ -1,6 +1,6 @@
-"""Define the laws of state across meshes: what was saved on one mesh is what every other mesh loads.
+"""Define the laws of state across meshes: every mesh loads exactly the state that another mesh saved.
 
-Every rank trains the micro-batch of the first data coordinate, so that a mean gradient is the same on all meshes.
+Every rank trains the micro-batch of the first data coordinate, so the mean gradient is the same on all meshes.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from zharness.parity.compare import check_names, is_bitwise_equal
 from zharness.workload import ModelSpec
 from zharness.workload.model_lookup import explain_uneven_parts
 
-# A step moves last.bias or down.bias, whose gradients are small multiples of 1/4 as a micro-batch has four samples, by
-# integers, and nothing else, so that the model stays exact. Every parameter has a momentum.
+# A step moves only last.bias or down.bias, and by integers, so that the model stays exact: their gradients are small
+# multiples of 1/4, because a micro-batch has four samples. Every parameter has a momentum.
 LAST_BIAS_STEPS = OptimizerSpec("sgd", {"lr": 0.0, "momentum": 0.5}, groups=(GroupSpec("[dl]*.bias", {"lr": 4.0}),))
 MESHES = tuple(map(Mesh.parse, ("", "tp2", "tp4", "rep2", "rep2,tp2", "cp2", "ep1", "ep2", "ep4")))
-# Adam's state contains a tensor like SGD's momentum, so that variants of SGD load on fewer meshes. So do models with
-# two heads, which not every mesh can split: torch derives for each mesh and shape anew how to split an operation.
+# Variants of SGD load on fewer meshes, because Adam's state contains a tensor like SGD's momentum. So do models with
+# two heads, which not every mesh can split: for each mesh and shape, torch derives again how to split an operation.
 FEW_MESHES = tuple(map(Mesh.parse, ("", "tp2", "ep1", "ep2")))
 MODELS_ON_FEW_MESHES = ("heads", "sequence")
 TO_OTHERS, FROM_OTHERS = "to_others", "from_others"
 FIRST_GROUP_HINT = "its step used the options of the first parameter group, in which it is not"
-ADAM = "_adam"  # the end of the names of variants that step with Adam, the state that universal checkpoints have
+ADAM = "_adam"  # the end of the names of variants that step with Adam, whose state universal checkpoints hold
 MOMENTUM_OF = {"sgd": "momentum_buffer", "adam": "exp_avg"}  # the key of the optimizer's state
-SAVED = 1  # the number of steps before the save
+SAVED = 1  # the number of steps that are made before the save
 
 
 @dataclass(frozen=True)
 class Arrangement:
-    """A mesh, and the schedule of a pipeline on it, or '' for the engine's default.
+    """A mesh and the pipeline schedule on it; '' is the engine's default schedule.
 
-    A schedule says which modules a rank of pp has: one stage, or two that are no neighbours.
+    The schedule decides which modules a rank of pp holds: one stage, or two stages that are not adjacent.
     """
 
     mesh: Mesh
@@ -56,7 +56,7 @@ class Arrangement:
 
     @property
     def label(self) -> str:
-        """The part of a record's name that stands for it."""
+        """The part of a record's name that names the mesh and the schedule."""
         return "-".join(filter(None, (self.mesh.label or "dp_shard", self.schedule)))
 
     @property
@@ -66,16 +66,16 @@ class Arrangement:
 
 
 def select_others(ctx: RankContext, own: Arrangement, meshes: Sequence[Mesh]) -> list[Arrangement]:
-    """Return those of ``meshes`` that the engine can have on these ranks with this model, but for ``own``.
+    """Return the meshes of ``meshes``, except ``own``, that the engine supports on these ranks with this model.
 
-    All have the default schedule.
+    All of them get the default schedule.
     """
     claims = ctx.capabilities
     return [
         Arrangement(mesh)
         for mesh in meshes
         if Arrangement(mesh) != own
-        # A layer of experts of the engine's own has other names in a checkpoint than that of the model.
+        # The engine's own layer of experts has other names in a checkpoint than the model's layer.
         and (EXPERT in mesh.axes) == (EXPERT in ctx.config.mesh.axes)
         and claims.mesh_axes.issuperset(mesh.axes)
         and not claims.explain_axes(mesh)
@@ -86,7 +86,7 @@ def select_others(ctx: RankContext, own: Arrangement, meshes: Sequence[Mesh]) ->
 
 
 def can_split(spec: ModelSpec, mesh: Mesh) -> bool:
-    """Return whether each axis of ``mesh`` that splits a model has something of this one to split, in equal parts."""
+    """Return whether each axis of ``mesh`` that splits models can split a part of this model into equal parts."""
     plans = {TENSOR: spec.tp_plan, CONTEXT: spec.cp_plan, EXPERT: spec.ep_plan}
     if len(spec.pp_plan) < mesh.size(PIPELINE) > 1:
         return False
@@ -103,20 +103,22 @@ def train_shared_batch(ctx: RankContext, engine: Engine, step: int, label: str) 
 
 
 def build_other_model(ctx: RankContext) -> nn.Module:
-    """Return the model with other initial weights, so that a weight that is not loaded is a wrong one."""
+    """Return the model with other initial weights, so that a weight that is not loaded is wrong."""
     return ctx.spec.model(ctx.seed + 1)
 
 
-ExplainGradient = Callable[[JudgeContext, Mismatch, str], str]  # the last is the label of the engine that loaded
+# The last argument is the label of the engine that loaded.
+ExplainGradient = Callable[[JudgeContext, Mismatch, str], str]
 
 
 @dataclass(frozen=True)
 class MeshTraining:
-    """How the engines of a law train that saves on one mesh and loads on others.
+    """The training of the engines in a law that saves on one mesh and loads on others.
 
-    ``run_batch`` runs forward and backward of the first data coordinate's micro-batch with a number, and records loss
-    and gradients under a label; ``micro_batches`` times, if a pipeline needs several. ``schedule`` is that of a
-    pipeline on the cell's mesh, or '' for the default. ``explain_grad`` returns a hint to a wrong gradient.
+    ``run_batch`` gets a number and a label. It runs forward and backward of the first data coordinate's micro-batch
+    with this number, and records loss and gradients under the label. If a pipeline needs several micro-batches,
+    ``run_batch`` runs the same one ``micro_batches`` times. ``schedule`` is the pipeline schedule on the cell's mesh,
+    or '' for the default. ``explain_grad`` returns a hint for a wrong gradient.
     """
 
     optimizer: OptimizerSpec
@@ -128,7 +130,7 @@ class MeshTraining:
 
 
 def observe_meshes(ctx: RankContext, training: MeshTraining) -> None:
-    """Save after a step on the cell's mesh and load on each other one, or the other way round, as the variant says."""
+    """Save after a step on the cell's mesh and load on each other mesh, or save there and load on the cell's mesh."""
     own = Arrangement(ctx.config.mesh, training.schedule)
     others = select_others(ctx, own, training.meshes)
     if ctx.variant.startswith(TO_OTHERS):
@@ -144,7 +146,7 @@ def observe_meshes(ctx: RankContext, training: MeshTraining) -> None:
 
 
 def save_on_mesh(ctx: RankContext, training: MeshTraining, place: Arrangement, folder: Path) -> None:
-    """Make a step at ``place``, and save the engine."""
+    """Make a step on the mesh and with the schedule of ``place``, and save the engine."""
     label = f"saved-{place.label}"
     engine = ctx.build_engine(mesh=place.mesh, options=place.options, optimizer=training.optimizer)
     training.run_batch(ctx, engine, 0, label)
@@ -156,7 +158,7 @@ def save_on_mesh(ctx: RankContext, training: MeshTraining, place: Arrangement, f
 
 
 def load_on_mesh(ctx: RankContext, training: MeshTraining, place: Arrangement, folder: Path, label: str) -> None:
-    """Load the checkpoint at ``place`` into an engine around other weights, and make a step."""
+    """Load the checkpoint into an engine with other weights, on the mesh of ``place``, and make a step."""
     engine = ctx.build_engine_around(
         build_other_model(ctx), mesh=place.mesh, options=place.options, optimizer=training.optimizer
     )
@@ -175,20 +177,20 @@ def observe_other_mesh(ctx: RankContext) -> None:
 
 
 def choose_training(variant: str, spec: ModelSpec) -> MeshTraining:
-    """Return the training of a law variant on a model, whose steps keep the model exact."""
+    """Return the training of a law variant on a model; its steps keep the model exact."""
     optimizer = SIGN_STEPS if variant.endswith(ADAM) else LAST_BIAS_STEPS
     is_on_all = variant.endswith(ADAM) and spec.name not in MODELS_ON_FEW_MESHES
     return MeshTraining(optimizer, MESHES if is_on_all else FEW_MESHES, train_shared_batch)
 
 
 def judge_other_mesh(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare what each mesh loaded with what was saved, bitwise, and judge the step that follows."""
+    """Compare the state that each mesh loaded bitwise with the saved state, and judge the next step."""
     yield from judge_meshes(ctx, choose_training(ctx.variant, ctx.baseline.spec))
 
 
 def judge_meshes(ctx: JudgeContext, training: MeshTraining) -> Iterator[Comparison]:
-    """Compare what was loaded on each mesh that has records with what was saved, and judge the steps that follow."""
-    # The layout is that of the last engine, whose mesh is not that of each number.
+    """For each mesh that has records, compare the loaded state with the saved state, and judge the next step."""
+    # The recorded layout is the layout of the last engine, and other records are from other meshes.
     ctx = replace(ctx, evidence=tuple(replace(evidence, layout={}) for evidence in ctx.evidence))
     own, labels = Arrangement(ctx.mesh, training.schedule).label, (Arrangement(mesh).label for mesh in training.meshes)
     for other in filter(lambda label: ctx.has_record(f"loss-loaded-{label}"), labels):
@@ -199,7 +201,7 @@ def judge_meshes(ctx: JudgeContext, training: MeshTraining) -> Iterator[Comparis
 
 
 def judge_loaded(ctx: JudgeContext, saved: str, loaded: str, training: MeshTraining) -> Iterator[Comparison]:
-    """Compare the weights and state of one load with those that were saved, and judge the step after it."""
+    """Compare the weights and state of one load with those that were saved, and judge the step after the load."""
     yield from judge_complete_state(ctx, saved, MOMENTUM_OF[training.optimizer.name])
     for what in ("params", "state"):
         labels = f"{what}-{saved}", f"{what}-{loaded}"
@@ -221,9 +223,9 @@ def judge_loaded(ctx: JudgeContext, saved: str, loaded: str, training: MeshTrain
 
 
 def hint_other_tensor(ctx: JudgeContext, comparison: Comparison, saved: str, loaded: str) -> Comparison:
-    """Add a hint to a mismatch of a weight or its state that is bitwise that of one other weight which was saved.
+    """Add a hint to a mismatch if the wrong tensor is bitwise the saved tensor of exactly one other weight.
 
-    Zeros, such as moments of unused weights, are those of no weight in particular.
+    Zeros, such as moments of unused weights, belong to no weight in particular.
     """
     mismatch = comparison.mismatch
     if mismatch is None:
@@ -238,7 +240,7 @@ def hint_other_tensor(ctx: JudgeContext, comparison: Comparison, saved: str, loa
 def judge_next_step(
     ctx: JudgeContext, optimizer: OptimizerSpec, grads: Mapping[str, Tensor], before: RecordedStep
 ) -> Iterator[Comparison]:
-    """Compare the step after a load with the optimizer's formula, and name a step with options of another group."""
+    """Compare the step after a load with the optimizer's formula; add a hint if it used another group's options."""
     for comparison in judge_step(ctx, optimizer, grads, before):
         is_hinted = comparison.mismatch is not None and uses_first_group(
             ctx, comparison.mismatch, optimizer, grads, before
@@ -249,11 +251,11 @@ def judge_next_step(
 def uses_first_group(
     ctx: JudgeContext, mismatch: Mismatch, optimizer: OptimizerSpec, grads: Mapping[str, Tensor], before: RecordedStep
 ) -> bool:
-    """Return whether a weight and its moments are those of a step with the options of the first group.
+    """Return whether a weight and its moments are the result of a step with the options of the first group.
 
-    The first group stands still, so that the weight alone would not tell such a step from none; the moments do. Those
-    of SGD are the same with the options of any group, and do not tell it from a learning rate of 0. A wrong step count
-    is a fault of its own.
+    The first group's learning rate is 0, so the weight alone cannot distinguish such a step from no step; the moments
+    can. The momentum of SGD is the same with the options of any group, so it cannot distinguish such a step from a step
+    with a learning rate of 0. A wrong step count is a separate error.
     """
     name = mismatch.parameter.partition("/")[0]
     mismatches = (each.mismatch for each in judge_step(ctx, replace(optimizer, groups=()), grads, before))
@@ -262,7 +264,7 @@ def uses_first_group(
 
 
 def judge_complete_state(ctx: JudgeContext, saved: str, momentum: str) -> Iterator[Comparison]:
-    """Check that every rank reports weights and a momentum of every parameter before the save."""
+    """Check that every rank reports a weight and a momentum of every parameter before the save."""
     for rank in range(ctx.world_size):
         weights, state = (ctx.rank_records(f"{what}-{saved}", SAVED)[rank] for what in ("params", "state"))
         for name in ctx.baseline.parameter_names:
@@ -277,7 +279,7 @@ def observe_full_state_dict(ctx: RankContext) -> None:
 
 
 def load_full_state_dict(ctx: RankContext, training: MeshTraining, model: nn.Module, other: nn.Module) -> None:
-    """Make a step of an engine around ``model``, load its full state dict into ``other``, and run a batch of that."""
+    """Make a step of an engine around ``model``, load its full state dict into ``other``, and run ``other``."""
     engine = ctx.build_engine_around(model, optimizer=training.optimizer)
     training.run_batch(ctx, engine, 0, "before")
     engine.step()
@@ -322,7 +324,7 @@ def compare_state_dicts(
 LAWS = (
     mesh_law(
         "other_mesh",
-        "weights and optimizer state saved on one mesh are loaded bitwise on every other, and training continues there",
+        "every mesh loads weights and optimizer state of another mesh bitwise, and continues training from them",
         observe_other_mesh,
         judge_other_mesh,
         Feature.CHECKPOINT,
@@ -333,10 +335,10 @@ LAWS = (
     ),
     mesh_law(
         "full_state_dict",
-        "the full state dict of a mesh has every key of the plain model, with whole values, on every rank",
+        "on every mesh and rank, the full state dict has every key of the plain model, with full tensors",
         observe_full_state_dict,
         judge_full_state_dict,
         Feature.CHECKPOINT,
-        kept_because="the only law of the state dict that leaves a mesh",
+        kept_because="the only law of the full state dict on a mesh",
     ),
 )

@@ -1,4 +1,4 @@
-"""Define the law mesh.token_loss: a loss over all tokens that count, divided once by their number, on every mesh."""
+"""Define the law mesh.token_loss: on every mesh, a loss is the sum over all counted tokens divided by their number."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ from zharness.workload import Batch
 from zharness.workload.exact_tokens import PADDING, sum_cross_entropy
 
 MICRO_BATCHES = range(2)
-PLACES = 8  # of a micro-batch, in which tokens may count: every model has as many places or more
+PLACES = 8  # token positions of a micro-batch that may count: every model has at least as many
 
 
 @cache
 def share_tokens(places: int, data_size: int, micro_batches: int) -> tuple[tuple[int, ...], ...]:
-    """Return how many of its ``places`` count in each micro-batch of a step, for each data coordinate.
+    """Return the numbers of counted tokens, of ``places`` in a micro-batch, for each data coordinate and micro-batch.
 
-    Their sum is a power of two, so that a division by it rounds nothing. Every micro-batch has another number, if that
-    is possible; or else every data coordinate, and the micro-batches of each, as far as the places allow. So a mean of
-    the means of micro-batches or of data coordinates is another number than the mean over all tokens.
+    The sum of these numbers is a power of two, so a division by the sum rounds nothing. If possible, all micro-batches
+    have different numbers. Otherwise the data coordinates have different numbers, and also the micro-batches of each
+    data coordinate, as far as ``places`` allows. So the mean of the means of micro-batches, or of data coordinates,
+    differs from the mean over all tokens.
     """
     entries = data_size * micro_batches
     powers = (2**power for power in range(64))
@@ -48,9 +49,10 @@ def share_tokens(places: int, data_size: int, micro_batches: int) -> tuple[tuple
 
 
 def spread(total: int, parts: int, limit: int) -> tuple[int, ...]:
-    """Return ``parts`` numbers from 0 to ``limit`` in rising order whose sum is ``total``, as few of them alike as fit.
+    """Return ``parts`` numbers from 0 to ``limit`` in rising order, with the sum ``total`` and the fewest equal ones.
 
-    Each is one more than the one before; if the sum or the limit is too small, only every second one is, and so on.
+    Each number is one more than the previous number. If the sum or the limit is too small for this, only every second
+    number is larger than the previous one, and so on.
     """
     for shift in count():
         steps = [place >> shift for place in range(parts)]
@@ -58,15 +60,15 @@ def spread(total: int, parts: int, limit: int) -> tuple[int, ...]:
         numbers = tuple(step + share + (place >= parts - rest) for place, step in enumerate(steps))
         if share >= 0 and numbers[-1] <= limit:
             return numbers
-    raise AssertionError("unreachable")  # because all steps are 0 in the end
+    raise AssertionError("unreachable")  # because all steps become 0 after enough shifts
 
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """A micro-batch's part of the mean over all tokens of a step that count, times the terms of an engine's mean.
+    """A micro-batch's part of the mean over a step's counted tokens, times the number of terms in an engine's mean.
 
-    A step has ``micro_batches`` micro-batches of each of ``data_size`` data coordinates. Each gradient is ``terms``
-    times an integer over a power of two, so that also a mean of three terms is exact.
+    A step has ``micro_batches`` micro-batches on each of ``data_size`` data coordinates. Each gradient is ``terms``
+    times an integer over a power of two, so even a mean of three terms is exact.
     """
 
     data_size: int
@@ -78,15 +80,15 @@ class TokenLoss:
         return sum_over_tokens(output, target) * self.terms / tokens
 
     def count_tokens(self, target: Tensor) -> tuple[tuple[int, ...], ...]:
-        """Return how many tokens count in each micro-batch of each data coordinate, for targets as ``target``.
+        """Return how many tokens count in each micro-batch of each data coordinate, for targets shaped like ``target``.
 
-        These are words, or vectors of rows that are routed to experts.
+        A target is the class of a token, or a vector for each row that is routed to experts.
         """
         places = len(target) if target.is_floating_point() else PLACES
         return share_tokens(places, self.data_size, self.micro_batches)
 
     def pad(self, batch: Batch, data_coordinate: int, micro: int) -> Batch:
-        """Return the batch with padding as the target of all tokens behind the first ones, which count."""
+        """Return the batch in which only the first tokens count, and all later tokens have padding as their target."""
         counted, target = self.count_tokens(batch.target)[data_coordinate][micro], batch.target.clone()
         if target.is_floating_point():
             target[counted:] = 0.0
@@ -110,7 +112,7 @@ class TokenLoss:
     def certify(self, baseline: Baseline, dtype: torch.dtype, repeats: int = 1) -> Exactness:
         """Return whether the mean of all gradients of a step is exact, where each micro-batch occurs ``repeats`` times.
 
-        The losses are linear in the outputs, whose gradients have elements in {-1, 0, 1}, over a power of two.
+        The losses are linear in the outputs. The outputs' gradients have elements in {-1, 0, 1} over a power of two.
         """
         batches = [batch for micro in range(self.micro_batches) for batch in self.list_batches(baseline, micro)]
         objectives = ((batch, linearize(baseline, batch)) for batch in batches)
@@ -118,12 +120,12 @@ class TokenLoss:
 
 
 def sum_over_tokens(output: Any, target: Tensor) -> Tensor:
-    """Return the sum of the losses of tokens: a cross-entropy, or the product with a target that is a vector."""
+    """Return the sum of the losses of tokens: a cross-entropy, or the product with targets that are vectors."""
     return (output * target).sum() if target.is_floating_point() else sum_cross_entropy(output, target)
 
 
 def linearize(baseline: Baseline, batch: Batch) -> Objective:
-    """Return a loss that multiplies each element of the output by the absolute value of the gradient that it gets."""
+    """Return a loss that multiplies each element of the output by the absolute value of the element's gradient."""
     output = batch.feed(baseline.build_module()).detach().requires_grad_()
     (grad,) = torch.autograd.grad(sum_over_tokens(output, batch.target), output)
 
@@ -136,7 +138,7 @@ def linearize(baseline: Baseline, batch: Batch) -> Objective:
 
 
 def build_loss(data_size: int) -> TokenLoss:
-    """Return the loss of an engine that averages over ``data_size`` coordinates, and whose caller adds up a step."""
+    """Return the loss for an engine that averages over ``data_size`` coordinates, and sums micro-batches of a step."""
     return TokenLoss(data_size, len(MICRO_BATCHES), terms=data_size)
 
 
@@ -155,7 +157,7 @@ def observe_token_loss(ctx: RankContext) -> None:
 
 
 def compute_loss_on_parts(ctx: RankContext) -> AbstractContextManager[Any]:
-    """Return torch's ``loss_parallel`` if the model's logits are split over tp, and else a context without effect."""
+    """Return torch's ``loss_parallel`` if the model's logits are split over tp, else a context without effect."""
     if TENSOR not in ctx.config.mesh.axes or not ctx.config.tp_plan.get("head", "").endswith("split_logits"):
         return nullcontext()
     from torch.distributed.tensor.parallel import loss_parallel
@@ -165,7 +167,7 @@ def compute_loss_on_parts(ctx: RankContext) -> AbstractContextManager[Any]:
 
 
 def read_whole(loss: Any) -> Tensor:
-    """Return a loss as a tensor, which may be a DTensor."""
+    """Return a loss, which may be a DTensor, as a plain full tensor."""
     whole: Tensor = loss.full_tensor() if hasattr(loss, "full_tensor") else loss
     return whole.detach()
 
@@ -189,11 +191,11 @@ def certify_mean(ctx: JudgeContext, loss: TokenLoss) -> Exactness:
 LAWS = (
     mesh_law(
         "token_loss",
-        "with unequal padding on ranks and in micro-batches, the loss is one sum over one number of tokens",
+        "with unequal padding, the loss is the sum over all tokens of a step on all ranks, divided by their number",
         observe_token_loss,
         judge_token_loss,
         Feature.CALLER_ACCUMULATION,
         models=("tokens", "parallel_tokens", "sequence_tokens", "routed"),
-        kept_because="the only law of a loss whose logits are split, and of one that counts tokens, on a mesh",
+        kept_because="the only law on a mesh of a loss with split logits, and of a loss that counts tokens",
     ),
 )

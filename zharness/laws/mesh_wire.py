@@ -1,4 +1,4 @@
-"""Define the law mesh.wire: what ranks send along each axis has the dtype of the policy, and as many elements."""
+"""Define the law mesh.wire: messages along each axis have the policy's dtype and the formula's element count."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from zharness.law_kit.wire import (
 from zharness.mesh import CONTEXT, DATA_SHARD, EXPERT, REPLICATE, TENSOR
 from zharness.parity import Comparison, Tier
 
-SHARED_INPUT = ("query", "key", "value")  # an engine may send their input, and its gradient, once for all of them
-# Weights stand still, so that a token has the expert of the initial gate in every step.
+SHARED_INPUT = ("query", "key", "value")  # an engine may send the shared input, and its gradient, once for all three
+# The learning rate is 0, so that the gate chooses the same expert for a token in every step.
 STANDING = OptimizerSpec("sgd", {"lr": 0.0})
 STEPS = range(2)
 PADDED_HINT = "copies that no rank splits add up padding, too: less than a row for each parameter"
-EVALUATED = STEPS.stop  # the number of the micro-batch of an evaluation
+EVALUATED = STEPS.stop  # the number of the evaluation's micro-batch
 
 
 def is_activation(tensor: Tensor) -> bool:
@@ -66,14 +66,15 @@ def observe_wire(ctx: RankContext) -> None:
 def judge_wire(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare the dtype of every message with the policy's, and the elements along each axis with the formula.
 
-    Gradients have the reduce dtype, or on cp the one that the engine claims, weights and activations that of the cell.
-    On each rank of tp the parameters have P elements: their gradients are reduced once over the shards, P elements with
-    padding, and once over the copies, as many as a shard has. Weights are gathered at most twice. Along tp only
-    gradients of which each rank has a part are reduced, once: those of layers that run on a part of the sequence. The
-    ranks of dp_shard and cp together are the shards, because each rank of cp has a part of every gradient. Activations
-    are sent along tp once in each direction for a layer of the plan, along cp as ``range_of_exchanges`` says, and along
-    ep as ``range_of_routed_tokens`` says. Neighbours on ep are neighbours on dp_shard, too, and the gradients of their
-    experts are reduced along dp_shard alone. Nothing else is sent, and nothing along two other axes at once.
+    Gradients have the reduce dtype, or on cp the dtype that the engine claims. Weights and activations have the cell's
+    dtype. The parameters on each rank of tp have P elements. Their gradients are reduced once over the shards, P
+    elements plus padding, and once over the copies, as many elements as a shard has. Weights are all-gathered at most
+    twice. Along tp, only partial gradients are reduced, once: the gradients of layers that run on a part of the
+    sequence. The shards are the ranks of dp_shard and cp together, because each rank of cp has a part of every
+    gradient. Along tp, activations are sent once in each direction for each layer of the plan. ``range_of_exchanges``
+    gives the activations along cp, and ``range_of_routed_tokens`` those along ep. Ranks along ep are also ranks along
+    dp_shard, and the gradients of their experts are reduced along dp_shard alone. Nothing else is sent, and nothing
+    along two other axes at once.
     """
     for step in (*STEPS, EVALUATED):
         for rank, record in enumerate(ctx.rank_records("sent", step)):
@@ -83,7 +84,7 @@ def judge_wire(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def hint_padding(ctx: JudgeContext, channel: Channel, count: int) -> str:
-    """Return a hint to a number of gradients that copies add up, if padding each parameter by a row explains it."""
+    """Return a hint if padding each parameter by a row explains the number of gradient elements reduced over copies."""
     shape = ctx.mesh.shape(ctx.world_size)
     params = {name: param.shape for name, param in ctx.baseline.build_module().named_parameters()}
     sizes = measure_parameters(params, ctx.baseline.spec.tp_plan, shape[TENSOR], shards=2)
@@ -92,7 +93,7 @@ def hint_padding(ctx: JudgeContext, channel: Channel, count: int) -> str:
 
 
 def list_ranges(ctx: JudgeContext, rank: int, step: int) -> dict[Channel, Range]:
-    """Return the least and the largest number of elements that a rank may send; an evaluation sends no gradient."""
+    """Return the ranges of element counts that a rank may send, by channel; an evaluation sends no gradients."""
     shape, experts = ctx.mesh.shape(ctx.world_size), ctx.mesh.size(EXPERT)
     shards, copies = shape[DATA_SHARD] * shape[CONTEXT], shape[REPLICATE]
     sizes_of = {DATA_SHARD: shape[DATA_SHARD], CONTEXT: shape[CONTEXT], EXPERT: experts}
@@ -114,7 +115,7 @@ def list_ranges(ctx: JudgeContext, rank: int, step: int) -> dict[Channel, Range]
     if experts > 1:
         ranges |= list_ranges_of_experts(own, experts, shards // experts)
         least, most = range_of_routed_tokens(ctx, rank, step)
-        # A forward alone sends what a backward sends back.
+        # A forward alone sends half of the elements; a backward sends the other half.
         ranges[ACTIVATIONS, over_shards] = (least, most / 2 if step == EVALUATED else most)
     if step == EVALUATED:
         ranges = {pair: (0, 0 if pair[0] == GRADIENTS else most) for pair, (_, most) in ranges.items()}
@@ -122,9 +123,9 @@ def list_ranges(ctx: JudgeContext, rank: int, step: int) -> dict[Channel, Range]
 
 
 def list_ranges_of_experts(params: Mapping[str, Sequence[int]], size: int, shards: int) -> dict[tuple[str, str], Range]:
-    """Return the ranges of gradients and weights of experts, of which a rank has one part of ``size``.
+    """Return the ranges of element counts for gradients and weights of experts, of which a rank holds 1 / ``size``.
 
-    ``shards`` ranks have the same ones, and differ along dp_shard alone.
+    ``shards`` ranks, which differ along dp_shard alone, hold the same experts.
     """
     found = measure_parameters(params, {}, 1, shards)
     least, most = found.local / size, (found.local + found.padding) / size
@@ -146,8 +147,8 @@ def range_of_activations(ctx: JudgeContext) -> Range:
 def range_of_exchanges(ctx: JudgeContext) -> Range:
     """Return the least and the largest number of elements of activations that a rank of cp may send.
 
-    Attention exchanges parts of the sequence for heads, and back: its inputs and its output once, and their gradients.
-    The output of the model may be gathered, for a loss of the whole sequence.
+    Attention exchanges parts of the sequence for heads, and back: its inputs, its output and their gradients are each
+    sent once. The model's output may also be gathered, to compute a loss over the whole sequence.
     """
     size, elements = ctx.mesh.size(CONTEXT), 0
     if size == 1:
@@ -168,12 +169,12 @@ def range_of_exchanges(ctx: JudgeContext) -> Range:
 def range_of_routed_tokens(ctx: JudgeContext, rank: int, step: int) -> Range:
     """Return the least and the largest number of elements of tokens that a rank of ep may send.
 
-    Each token goes to its expert and comes back, and so do the gradients. At most, every expert is sent as many rows as
-    the fullest one gets from any rank of the group.
+    Each token is sent to its expert and back, and so are the gradients. At most, every expert gets as many rows as the
+    fullest expert gets from any rank of the group.
     """
     size, place = ctx.mesh.size(EXPERT), ctx.mesh.data_coordinate(rank, ctx.world_size)
     tokens: Counter[str] = Counter()  # elements of this rank's tokens, by layer
-    rows: Counter[str] = Counter()  # elements of a row for every expert, times the rows of the fullest one
+    rows: Counter[str] = Counter()  # elements of one row for every expert, times the fullest expert's rows
 
     def count(name: str, _gate: nn.Module, inputs: tuple[Tensor, ...], logits: Tensor) -> None:
         """Count the tokens of one layer on one rank."""
@@ -192,7 +193,7 @@ def range_of_routed_tokens(ctx: JudgeContext, rank: int, step: int) -> Range:
 LAWS = (
     Law(
         name="mesh.wire",
-        statement="what ranks send along each axis has the dtype of the policy, and gradients are reduced once on each",
+        statement="messages along each axis have the policy's dtype, and gradients are reduced once along each axis",
         tier=Tier.EXACT,
         models=("heads", "sequence", "context", "routed"),
         observe=observe_wire,
@@ -202,6 +203,6 @@ LAWS = (
         variants=(Variant(compares_engine_with_itself=True),),
         dtypes=("fp32", "bf16"),
         mesh_support=MeshSupport.ONLY,
-        kept_because="the only law of dtypes and elements on the wire, by axis",
+        kept_because="the only law of the dtypes and element counts of messages, by axis",
     ),
 )

@@ -43,7 +43,7 @@ from zharness.workload.synchronized_norm import has_independent_ranks
 
 DEFAULT_STEPS = "3"
 
-WINDOW = 2  # micro-batches; dividing by two is exact, so that it does not matter what the engine divides
+WINDOW = 2  # micro-batches; dividing by two is exact, so an engine may divide loss or gradient
 
 CHECKPOINT_KINDS = ("reentrant", "non_reentrant")
 
@@ -181,7 +181,7 @@ def judge_accumulation(ctx: JudgeContext) -> Iterator[Comparison]:
         terms = [grads[name].double() * size if name in grads else torch.zeros_like(grad).double() for grads in alone]
         reduce_dtype = ctx.get_reduce_dtype(name, grad.dtype)
         mean, bound = mean_and_bound(terms, reduce_dtype, grad.dtype)
-        if not is_power_of_two(size):  # then that division has rounded
+        if not is_power_of_two(size):  # the engine's division has rounded
             bound = bound + gamma(1, reduce_dtype) * sum(term.abs() for term in terms) / len(terms)
         for rank, record in enumerate(windows):
             yield compare_within_bound(ctx.location(name, Part.ACCUMULATION, 0, rank), mean, record[name], bound)
@@ -206,7 +206,7 @@ LAWS = (
     ),
     Law(
         name="model.accumulation",
-        statement="a window of micro-batches gives the mean of the gradients that the engine computes for each alone",
+        statement="a window gives the mean of the gradients that the engine computes for each micro-batch alone",
         tier=Tier.STAGED,
         models=(),
         observe=observe_accumulation,
@@ -217,11 +217,11 @@ LAWS = (
         ),
         compares_later_forwards=True,
         applies_to_module=has_independent_ranks,
-        only_own_kernels=True,  # elsewhere training.accumulation compares with plain PyTorch
+        only_own_kernels=True,  # for torch's kernels, training.accumulation compares with plain PyTorch
     ),
     Law(
         name="model.checkpointing",
-        statement="the model's own activation checkpointing gives the same gradients on the engine as on plain PyTorch",
+        statement="with the model's own activation checkpointing, the engine's gradients equal plain PyTorch's",
         tier=Tier.STAGED,
         models=(),
         observe=observe_checkpointing,

@@ -71,9 +71,9 @@ FIRST_WEIGHT = "first.weight"
 
 
 def edited(participant: Participant) -> None:
-    """Edit full weights, trained, tied and frozen ones, between two micro-batches. Only rank 0's edits are kept.
+    """Edit trained, tied and frozen full weights between two micro-batches. Only rank 0's edits are kept.
 
-    If the engine yields the module's own weights, and not copies of them, one of them is edited by attribute.
+    If the engine yields the module's own weights instead of copies, one weight is edited as the module's attribute.
     """
     participant.tensor_backward(participant.training_loss())
     names = [FIRST_WEIGHT, "by_attribute.weight", "twice.bias", "frozen.bias"]
@@ -142,8 +142,8 @@ BRANCH_USE_BY_VARIANT: dict[str, tuple[bool | None, ...]] = {
 def observe_stay_put(ctx: RankContext) -> None:
     """Train steps that use a branch of the model, and one step in between that does not use it.
 
-    In one law variant, the step in between has no backward at all; in another, each step is an accumulation window of
-    two equal micro-batches.
+    In one law variant, the step in between has no backward at all. In another law variant, each step is an accumulation
+    window of two equal micro-batches.
     """
     micro_batches = 2 if ctx.variant == WINDOW_VARIANT else 1
     owner = AccumulationOwner.ENGINE if ctx.variant == WINDOW_VARIANT else AccumulationOwner.CALLER
@@ -154,7 +154,7 @@ def observe_stay_put(ctx: RankContext) -> None:
 def observe_unfrozen(ctx: RankContext) -> None:
     """Unfreeze a module after the engine was built, then train steps with and without a branch of the model.
 
-    If the engine claims clipping, it computes the norm of every step, and never clips.
+    If the engine claims clipping, the engine computes the norm in every step, with a limit that never clips.
     """
     clips = ctx.capabilities.refusal(Feature.CLIP) is None
     engine = ctx.build_engine(optimizer=ADAMW, clip=NEVER_CLIPS if clips else None)
@@ -180,7 +180,7 @@ def train_with_branches(ctx: RankContext, engine: Engine, micro_batches: int = 1
         norm = engine.grad_norm()
         if norm is not None:
             ctx.record("norm", {"norm": scalar(norm)}, step)
-        if micro_batches == 1:  # an engine that owns the window begins the next one itself
+        if micro_batches == 1:  # an engine that owns accumulation starts the next window itself
             engine.zero_grad()
     ctx.record_training_state(engine, len(BRANCH_USE_BY_VARIANT[ctx.variant]))
     engine.close()
@@ -274,7 +274,7 @@ def parameter_law(
 ) -> Law:
     """Build the law of one scenario.
 
-    Gradients are averaged over ranks if the mean is exact, because the laws of other groups sum gradients.
+    Gradients are averaged over ranks if the mean is exact, because scenarios of other groups sum gradients.
     """
     return scenario_law(
         "parameters",
@@ -292,25 +292,25 @@ LAWS = (
         every_kind,
         "tied, frozen, empty, tiny, uneven, transposed, shared and mixed-dtype parameters train as in plain PyTorch",
         models=("odd", *(f"odd_{kind}" for kind in ODD_PARAMETERS), "empty_last"),
-        kept_because="all kinds of parameters in one model, as in real models, and each kind in a model of its own",
+        kept_because="all kinds of parameters in one model, as in real models, and each kind in a separate model",
     ),
     parameter_law(
         branch,
-        "a parameter that a step does not use has no gradient in that step, even if the step before used it",
+        "a parameter that a step does not use has no gradient in that step, even if the previous step used it",
         unused_grads=UnusedGrads.ALWAYS_NONE,
         kept_because="the only law that distinguishes no gradient from a gradient of zeros",
     ),
     parameter_law(
         frozen_and_unfrozen,
-        "parameters may be frozen and unfrozen after construction",
+        "gradients are plain PyTorch's after parameters are frozen and unfrozen after construction",
         Feature.UNFREEZING,
-        kept_because="the only law that changes requires_grad both ways",
+        kept_because="the only law that sets requires_grad to False and to True",
     ),
     parameter_law(
         outside_its_module,
-        "a weight that is read outside its module's forward gets the gradient of that use too",
+        "a weight that is read outside its module's forward also gets the gradient of this use",
         Feature.OUTSIDE_FORWARD,
-        kept_because="a weight that is read where no hook of its module runs",
+        kept_because="reads a weight where no hook of its module runs",
     ),
     parameter_law(
         used_on_some_ranks,
@@ -320,27 +320,27 @@ LAWS = (
     ),
     parameter_law(
         sparse,
-        "the sparse gradient of a table whose rows were looked up several times is the sum over the look-ups",
+        "the sparse gradient of an embedding row that was looked up several times is the sum over the look-ups",
         Feature.SPARSE_GRADIENTS,
         models=("lookup",),
         kept_because="the only sparse gradients",
     ),
     parameter_law(
         late_submodule,
-        "a submodule that is attached late may use the model's parameters",
+        "gradients are right if a submodule attached after construction uses the model's parameters",
         Feature.OUTSIDE_FORWARD,
         kept_because="the only law whose modules change after construction",
     ),
     parameter_law(
         late_module,
-        "a submodule without parameters that is attached late changes no gradient",
-        kept_because="a module that the engine has not seen in its construction, and that reads no weight",
+        "attaching a submodule without parameters after construction changes no gradient",
+        kept_because="adds a module that the engine has not seen at construction, and that reads no weight",
     ),
     parameter_law(
         edited,
-        "full weights may be edited between steps, and every rank then has the weights that rank 0 wrote",
+        "after full weights are edited between steps, every rank trains with the weights that rank 0 wrote",
         Feature.EDITS,
-        kept_because="the only law in which the caller writes weights",
+        kept_because="the only law that edits trained, tied and frozen weights between two micro-batches",
     ),
     Law(
         name="parameters.stay_put",
@@ -360,12 +360,12 @@ LAWS = (
             for name in BRANCH_USE_BY_VARIANT
         ),
         steps=LawSteps(observe_stay_put),
-        dtypes=("fp32",),  # the model mixes dtypes: its frozen layer stays in fp32 whatever the others are
-        kept_because="decay and momentum can move a parameter without a gradient, which branch does not show",
+        dtypes=("fp32",),  # the model mixes dtypes: its frozen layer stays in fp32 in every dtype
+        kept_because="decay and momentum can move a parameter without a gradient, which the law branch does not show",
     ),
     Law(
         name="parameters.unfrozen",
-        statement="a parameter that is unfrozen after construction counts in the updates and norms that follow",
+        statement="a parameter unfrozen after construction takes part in all following steps and norms",
         tier=Tier.STAGED,
         models=("odd",),
         observe=observe_unfrozen,
@@ -374,12 +374,12 @@ LAWS = (
         weights_stay_integers=False,
         variants=(Variant(compares_engine_with_itself=True),),
         steps=LawSteps(observe_unfrozen),
-        dtypes=("fp32",),  # the model mixes dtypes, like that of stay_put
-        kept_because="the step after unfreezing, which gradients do not show",
+        dtypes=("fp32",),  # the model mixes dtypes, like the model of stay_put
+        kept_because="judges steps after unfreezing; other laws of unfreezing compare gradients",
     ),
     Law(
         name="parameters.deferred",
-        statement="a model built on the meta device starts from rank 0's eager weights, and trains like the eager one",
+        statement="a model built on the meta device starts from rank 0's eager weights, and trains like an eager model",
         tier=Tier.STAGED,
         models=("mlp",),
         observe=observe_deferred,

@@ -13,11 +13,11 @@ from zharness.law_kit.program_templates import CHANGING_TEMPLATES
 LAWS = (
     any_order_law(
         "parameters",
-        "in any legal order, calls do what plain PyTorch's do on a model with tied, frozen and unused parameters",
+        "in any legal order of calls, a model with tied, frozen and unused parameters trains as in plain PyTorch",
         "changing",
         CHANGING_TEMPLATES,
-        kept_because="saves, loads and edits of parameters that a step may leave unused",
+        kept_because="the only saves, loads and edits of parameters that a step may leave unused",
         features=(Feature.PARAMETERS, Feature.PARAM_GROUPS, Feature.SCHEDULE),
-        dtypes=("fp32",),  # the model mixes dtypes: its frozen layer stays in fp32 whatever the others are
+        dtypes=("fp32",),  # the model mixes dtypes: its frozen layer stays in fp32 in every dtype
     ),
 )

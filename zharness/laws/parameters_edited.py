@@ -27,7 +27,7 @@ from zharness.mesh import CONTEXT, TENSOR, Mesh
 from zharness.parity import Comparison, Part, Tier, compare_bitwise, compare_ranks
 
 BEFORE_STEP = "before_step"  # the edit is between backward and step
-PARTLY = "partly"  # every weight is gathered, and every other one is edited
+PARTLY = "partly"  # every weight is gathered, and every second weight is edited
 EVALUATED = "evaluated"  # forwards in evaluation mode come before and after the edit
 STEPS = 3
 EDITED_STEP = 1
@@ -37,7 +37,7 @@ OLD_MASTER_HINT = "the edit did not reach the master weight"
 
 
 def observe_edited_and_stepped(ctx: RankContext) -> None:
-    """Train steps, and edit weights, frozen ones too, before the second forward or the second step."""
+    """Train steps, and edit trained and frozen weights before the second forward or the second step."""
     engine = ctx.build_engine(optimizer=ADAMW)
     for step in range(STEPS):
         is_edited = step == EDITED_STEP
@@ -60,9 +60,9 @@ def observe_edited_and_stepped(ctx: RankContext) -> None:
 
 
 def find_time(step: int) -> int:
-    """Return the number under which weights and state before ``step`` are recorded; the next is that after the step.
+    """Return the number under which weights and state before ``step`` are recorded.
 
-    An edit may come between the step before and this one.
+    The state after the step has the next number. An edit may come between two steps.
     """
     return 2 * step
 
@@ -75,9 +75,9 @@ def evaluate(ctx: RankContext, engine: Engine, time: int) -> None:
 
 @torch.no_grad()
 def edit(ctx: RankContext, engine: Engine) -> None:
-    """Replace weights on rank 0, and by other numbers on the other ranks. Record the new weights of rank 0.
+    """Replace weights, on the other ranks by other values than on rank 0. Record the new weights of rank 0.
 
-    Every new weight differs from the old one: an engine may keep a master weight whose rounded value was not changed.
+    Every element changes, because an engine may keep a master weight whose rounded value did not change.
     """
     before = engine.full_params()
     values = new_values(before, ctx.seed)
@@ -90,7 +90,7 @@ def edit(ctx: RankContext, engine: Engine) -> None:
 
 
 def judge_edited_and_stepped(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Check that weights and master weights are the edited ones, and judge every forward, gradient and step."""
+    """Check that weights and masters are the edited ones, and judge every forward, gradient and step."""
     for step in range(STEPS):
         if step == EDITED_STEP:
             yield from judge_edit(ctx)
@@ -107,7 +107,7 @@ def judge_edited_and_stepped(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def judge_edit(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare weights and master weights after the edit with the edited ones, and the others with those before it."""
+    """Compare edited weights and masters with the new values, and all others with their values before the edit."""
     edited, time = ctx.rank_records("edited")[0], find_time(EDITED_STEP)
     for label in ("params", "masters"):
         for rank, (before, after) in enumerate(
@@ -120,7 +120,7 @@ def judge_edit(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def judge_evaluations(ctx: JudgeContext, step: int) -> Iterator[Comparison]:
-    """Compare the forward in evaluation mode before a step and its edit, and the one after the edit."""
+    """Compare the forward in evaluation mode before a step and its edit, and the forward after the edit."""
     weights_before = ctx.rank_records("params", find_time(step) - 1)[0] if step else None
     times = {step: weights_before}
     if step == EDITED_STEP:
@@ -130,9 +130,9 @@ def judge_evaluations(ctx: JudgeContext, step: int) -> Iterator[Comparison]:
         yield from ctx.compare_losses(time, expected, "evaluated")
 
 
-# Negative and a power of two: every product is exact. Each rank scales what it has of a parameter, shard or whole.
+# Minus a power of two, so every product is exact. Each rank scales its shard, or its whole parameter.
 FACTOR = -0.5
-# Moves biases alone, by numbers of few bits: the forward after the edit is exact, in whatever parts tp sums it.
+# Moves biases alone, by numbers of few bits. The forward after the edit is exact, however tp splits its sums.
 EXACT_STEPS = OptimizerSpec("sgd", {"lr": 0.0}, groups=(GroupSpec("*.bias", {"lr": 1.0}),))
 
 
@@ -151,14 +151,14 @@ def observe_edited_in_place(ctx: RankContext) -> None:
         ctx.record_training_state(engine, 3)
     except NotImplementedError:
         raise
-    except Exception:  # noqa: BLE001 - whatever an engine raises is a refusal
+    except Exception:  # noqa: BLE001 - any exception of an engine is a refusal
         is_refused = True
     ctx.record("refused", {"refused": scalar(is_refused)})
     engine.close()
 
 
 def choose_optimizer(mesh: Mesh) -> OptimizerSpec:
-    """Return AdamW, or an optimizer of exact steps on the axis tp, where the forward after the edit sums in parts."""
+    """Return AdamW, or on the axis tp an optimizer with exact steps, because tp splits the sums of the next forward."""
     return EXACT_STEPS if {TENSOR, CONTEXT} & set(mesh.axes) else ADAMW
 
 
@@ -171,7 +171,7 @@ def train(ctx: RankContext, engine: Engine, step: int) -> None:
 
 
 def judge_edited_in_place(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Check the step before the edit, and that all ranks refused the edit, or that what follows is that of the edit."""
+    """Check the step before the edit, and that all ranks refused the edit or trained on from the edited weights."""
     yield from compare_published_weights(ctx, RecordedStep(1, "masters"), "params")
     refusals = [record["refused"] for record in ctx.rank_records("refused")]
     yield from compare_ranks(ctx.location("refusal of the edit", Part.GATHER, 2), refusals)
@@ -199,7 +199,7 @@ def judge_edited_in_place(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     Law(
         name="parameters.edited_in_place",
-        statement="weights that are edited in place on every rank train on from the edit, unless the engine raises",
+        statement="after weights are edited in place on every rank, training continues from them, or the engine raises",
         tier=Tier.STAGED,
         models=("similar",),
         observe=observe_edited_in_place,
@@ -219,6 +219,6 @@ LAWS = (
         features=(Feature.PARAMETERS, Feature.EDITS, Feature.PARAM_GROUPS, Feature.SCHEDULE),
         weights_stay_integers=False,
         variants=tuple(map(Variant, ("", BEFORE_STEP, PARTLY, EVALUATED))),
-        kept_because="the only edits that a step of the optimizer follows, and the only ones of master weights",
+        kept_because="the only edits that an optimizer step follows, and the only edits of weights with masters",
     ),
 )

@@ -1,6 +1,6 @@
 """Define the law parameters.initial_weights: an engine that promises rank 0's weights trains with them on all ranks.
 
-The other laws give all ranks one seed, so that a broadcast that is left out changes no number there.
+The other laws give all ranks the same seed, so a missing broadcast of weights changes no number there.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def add_buffers(model: nn.Module, rank: int) -> nn.Module:
 
 
 def observe_initial_weights(ctx: RankContext) -> None:
-    """Build the engine around a model of other weights on each rank, make a step, and record both."""
+    """Build the engine around a model with different weights on each rank, make a step, and record weights and step."""
     model = ctx.spec.model(ctx.seed + ctx.rank)
     if ctx.variant == BUFFERS:
         add_buffers(model, ctx.rank)
@@ -51,7 +51,7 @@ def observe_initial_weights(ctx: RankContext) -> None:
 
 
 def judge_initial_weights(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare the weights and buffers of each rank with rank 0's, and the step with plain PyTorch's from there."""
+    """Compare each rank's weights and buffers with rank 0's, and the step with plain PyTorch's from these weights."""
     yield from compare_initial_weights(ctx)
     weights = ctx.rank_records("params", 0)
     for rank, record in enumerate(weights):
@@ -73,7 +73,7 @@ def judge_initial_weights(ctx: JudgeContext) -> Iterator[Comparison]:
 def compare_with_rank_0(
     ctx: JudgeContext, rank: int, record: Tensors, expected: Tensors, own: Tensors
 ) -> Iterator[Comparison]:
-    """Compare what ``rank`` recorded with ``expected``; a mismatch says so if it is what the ``own`` model has."""
+    """Compare the tensors of ``rank`` with ``expected``; add a hint if a wrong tensor is that of the ``own`` model."""
     check_names("what a rank reports before training", expected, record)
     for name, tensor in expected.items():
         compared = compare_bitwise(ctx.location(name, Part.GATHER, 0, rank), tensor.detach(), record[name])
@@ -84,7 +84,7 @@ def compare_with_rank_0(
 LAWS = (
     Law(
         name="parameters.initial_weights",
-        statement="if each rank builds other initial weights, all of them begin with rank 0's, and train from there",
+        statement="if ranks build different initial weights, all ranks start and train with those of rank 0",
         tier=Tier.STAGED,
         models=("odd_one",),
         observe=observe_initial_weights,

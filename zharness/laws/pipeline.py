@@ -1,7 +1,7 @@
-"""Define the laws of the group ``pipeline``: engines that run whole batches train as plain PyTorch accumulates.
+"""Define the laws of the group ``pipeline``: engines that run whole batches train like plain accumulation.
 
-Such an engine has no forward and no backward that a caller could call (``CallForm.WHOLE_BATCH``). It gets the
-micro-batches of a step and the loss, and the laws compare each micro-batch's loss, the mean gradient and the step.
+Callers of such an engine call neither forward nor backward (``CallForm.WHOLE_BATCH``). They pass the micro-batches of a
+step and the loss function, and the laws compare each micro-batch's loss, the mean gradient and the step.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from zharness.parity.baseline import LocalResult
 from zharness.parity.certificate import certify_exactness
 from zharness.workload import Batch
 
-MICRO_BATCHES = 4  # a power of two, so that their mean is exact; as many as a zero-bubble schedule of two ranks needs
+MICRO_BATCHES = 4  # a power of two, so that a mean is exact; a zero-bubble schedule of two ranks needs as many
 MOMENTUM_SGD = OptimizerSpec(name="sgd", args={"lr": 1.0, "momentum": 0.5})
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev")
 MODELS = ("chain", "skips", "tied_chain", "tied_ends")
-MASKED_MODEL = "masked_chain"  # stages send integers, too, which no gradient comes back for
-RANDOM_MODEL = "random_chain"  # what stages send has more bits than a message in half precision
+MASKED_MODEL = "masked_chain"  # stages also send integers, for which no gradients come back
+RANDOM_MODEL = "random_chain"  # stages send numbers with more bits than half precision has
 DIVIDED_BY_TWO_STAGES_HINT = (
     "the terms of one use of the tied weight were divided by the number of micro-batches once more"
 )
-CLIP = 1.0  # below every norm of these models
+CLIP = 1.0  # below every gradient norm of these models, so that it clips
 CLIPPED_SCHEDULES = ("gpipe", "1f1b", "zbv", "dualpipev")
 
 
@@ -63,7 +63,7 @@ SINGLE = BatchShape(micro_batches=1)  # torch's pipelines around DDP crash or di
 
 @dataclass(frozen=True)
 class SecondBatch:
-    """What follows the first batch: a step or none; and the shapes of both batches."""
+    """The shapes of two batches, and whether a step is made between them."""
 
     stepped: bool
     shape: BatchShape = WINDOW
@@ -89,7 +89,7 @@ def multiply_result(local: LocalResult, factor: float) -> LocalResult:
 
 
 def train_batch(ctx: RankContext, engine: Engine, number: int, shape: BatchShape) -> Mapping[str, Tensor]:
-    """Run batch ``number``, and return the losses of its micro-batches, each with its number."""
+    """Run batch ``number``, and return the losses of its micro-batches, by the number of the micro-batch."""
     batches = [ctx.batch(number * MICRO_BATCHES + index) for index in range(shape.micro_batches)]
     loss = partial(multiply_loss, ctx.spec.loss, shape.factor) if shape.factor != 1 else ctx.spec.loss
     return train_micro_batches(engine, batches, loss)
@@ -98,7 +98,7 @@ def train_batch(ctx: RankContext, engine: Engine, number: int, shape: BatchShape
 def train_micro_batches(
     engine: Engine, batches: Sequence[Batch], loss: Callable[[Any, Any], Tensor]
 ) -> Mapping[str, Tensor]:
-    """Run a batch of these micro-batches, and return their losses, each with its number.
+    """Run a batch of these micro-batches, and return their losses, by the number of the micro-batch.
 
     Raises EngineContractError if the engine does not return a loss for each micro-batch.
     """
@@ -115,17 +115,17 @@ def run_batch(ctx: RankContext, engine: Engine, number: int, shape: BatchShape =
 
 
 def select_schedule(name: str) -> Mapping[str, str]:
-    """Return the option of an engine that selects a schedule; '' is its default."""
+    """Return the engine option that selects a schedule; '' is the engine's default schedule."""
     return {"schedule": name} if name else {}
 
 
 def require_schedule(name: str) -> tuple[str, ...]:
-    """Return the schedules that a law variant requires: the named one, or none for '', the engine's default."""
+    """Return the schedules that a law variant requires: the named schedule, or none for '', the engine's default."""
     return (name,) if name else ()
 
 
 def observe_training(ctx: RankContext, clip: float | None = None) -> None:
-    """Run one batch by the schedule that the variant names, and make a step."""
+    """Run one batch with the schedule that the variant names, and make a step."""
     engine = ctx.build_engine(optimizer=MOMENTUM_SGD, options=select_schedule(ctx.variant), clip=clip)
     ctx.record_training_state(engine, 0)
     run_batch(ctx, engine, 0)
@@ -150,13 +150,13 @@ def compute_batch(
 
 
 def require_exact_batch(ctx: JudgeContext, number: int, weights: Mapping[str, Tensor], shape: BatchShape) -> None:
-    """Raise RoundedScenarioError if tp, which adds up products in parts, could round a sum of the batch ``number``."""
+    """Raise RoundedScenarioError if tp, which splits sums, could round a sum of the batch ``number``."""
     first = number * MICRO_BATCHES
     require_exact_sums(ctx, range(first, first + shape.micro_batches), weights)
 
 
 def compare_micro_losses(ctx: JudgeContext, micros: list[list[LocalResult]], number: int = 0) -> Iterator[Comparison]:
-    """Check that every rank got the loss of each micro-batch, in their order; beside tp see compare_split_losses."""
+    """Check that every rank got the losses of all micro-batches in order; with tp, call compare_split_losses."""
     if splits_sums(ctx):
         yield from compare_split_losses(ctx, micros, number)
         return
@@ -167,9 +167,9 @@ def compare_micro_losses(ctx: JudgeContext, micros: list[list[LocalResult]], num
 
 
 def compare_split_losses(ctx: JudgeContext, micros: list[list[LocalResult]], number: int) -> Iterator[Comparison]:
-    """Check that ranks of a data coordinate got equal losses, each nearer to its micro-batch's own than to another's.
+    """Check that ranks of a data coordinate got equal losses, each closest to the plain loss of its own micro-batch.
 
-    No bound holds for a loss that tp adds up in parts, so that its value is not compared.
+    No bound holds for a loss whose sums tp splits, so the value is not compared.
     """
     records = ctx.rank_records("losses", number)
     for rank, record in enumerate(records):
@@ -180,7 +180,7 @@ def compare_split_losses(ctx: JudgeContext, micros: list[list[LocalResult]], num
             place = ctx.location(name, Part.FORWARD, number, rank)
             yield compare_bitwise(place, records[first][name], loss)
             distances = (own - loss).abs()
-            is_nearest = bool(distances[index] <= distances.min())  # False for a loss that is not a number
+            is_nearest = bool(distances[index] <= distances.min())  # False if the loss is NaN
             mismatch = compare_bitwise(replace(place, name=f"nearest loss to {name}"), scalar(1), scalar(is_nearest))
             yield add_hint(mismatch, "it is nearer to the loss of another micro-batch")
 
@@ -212,7 +212,7 @@ def observe_norm(ctx: RankContext) -> None:
 
 
 def judge_norm(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare the norm of every rank with the float64 norm of the full gradient, and the step with the clipped one."""
+    """Compare every rank's norm with the float64 norm of the full gradient, and the step with SGD's clipped step."""
     micros = compute_batch(ctx, 0)
     yield from compare_batch_grads(ctx, micros)
     reported = scalar("norm" in ctx.rank_records("norm")[0])
@@ -226,7 +226,7 @@ def judge_norm(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def judge_clip(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare gradients with their mean, and the step with that of gradients clipped by the norm of all stages."""
+    """Compare gradients with the mean, and the step with SGD's step on gradients clipped by the norm of all stages."""
     yield from compare_batch_grads(ctx, compute_batch(ctx, 0))
     yield from judge_clipped_step(ctx, MOMENTUM_SGD, CLIP, "params")
 
@@ -234,9 +234,9 @@ def judge_clip(ctx: JudgeContext) -> Iterator[Comparison]:
 def hint_divided_again(
     ctx: JudgeContext, comparison: Comparison, first: list[list[LocalResult]], second: list[list[LocalResult]]
 ) -> Comparison:
-    """Add a hint to a mismatch of a gradient if the second batch divided the first one's mean once more.
+    """Add a hint to a mismatch of a gradient if the second batch divided the first batch's mean again.
 
-    A batch of one micro-batch divides by 1, so that it has no such fault.
+    A batch of one micro-batch divides by 1, so it cannot show this error.
     """
     mismatch = comparison.mismatch
     if mismatch is None or len(second) == 1:
@@ -254,8 +254,9 @@ def hint_divided_again(
 def hint_divided_by_two_stages(ctx: JudgeContext, comparison: Comparison, step: int = 0, first: int = 0) -> Comparison:
     """Add a hint to a mismatch of a tied weight whose gradient two stages divided by the number of micro-batches.
 
-    The stage that ends first divides all that is there: its own terms, and those of some micro-batches of the other.
-    The gradient was recorded at ``step``, after the micro-batches from number ``first`` at the initial weights.
+    The stage that ends first divides the whole accumulated gradient: its own terms, and the terms that the other stage
+    has added for some micro-batches. The gradient was recorded at ``step``, after micro-batches from number ``first``
+    on at the initial weights.
     """
     mismatch = comparison.mismatch
     if mismatch is None:
@@ -266,7 +267,7 @@ def hint_divided_by_two_stages(ctx: JudgeContext, comparison: Comparison, step: 
 
 
 def is_divided_by_two_stages(grad: Tensor, uses: Sequence[Tensor]) -> bool:
-    """Return whether two stages divided the gradient of a tied weight; ``uses`` has the terms of each of its uses."""
+    """Return whether two stages divided the gradient of a tied weight; ``uses`` lists the terms of each use."""
     return any(
         torch.equal(
             grad,
@@ -292,7 +293,7 @@ def observe_windows(ctx: RankContext) -> None:
 
 
 def judge_windows(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare the losses and gradients of the second batch: its own mean after a step, else the sum of both means."""
+    """Compare losses, and the gradients after the second batch: its mean after a step, else the sum of both means."""
     variant, weights = WINDOWS[ctx.variant], ctx.rank_records("params", 1)[0]
     first = compute_batch(ctx, 0, shape=variant.first_shape)
     second = compute_batch(ctx, 1, weights, variant.shape)
@@ -318,7 +319,7 @@ def pipeline_law(
     kept_because: str,
     models: tuple[str, ...] = MODELS,
 ) -> Law:
-    """Build a law of the group ``pipeline``, whose models are exact, but for RANDOM_MODEL."""
+    """Build a law of the group ``pipeline``; its models are exact, except RANDOM_MODEL."""
     return Law(
         name=f"pipeline.{name}",
         statement=statement,
@@ -339,24 +340,24 @@ def pipeline_law(
 LAWS = (
     pipeline_law(
         "training",
-        "losses, mean gradients and steps of every schedule are those of plain accumulation over its micro-batches",
+        "every schedule gives the losses, mean gradients and steps of plain accumulation over the micro-batches",
         observe_training,
         judge_training,
         tuple(Variant(name, schedules=(name,), micro_batches=MICRO_BATCHES) for name in SCHEDULES),
         models=(*MODELS, MASKED_MODEL, RANDOM_MODEL),
-        kept_because="the only law of a schedule: it names the wrong micro-batch or stage",
+        kept_because="the shortest law of a schedule: it names the wrong micro-batch or stage",
     ),
     pipeline_law(
         "windows",
-        "a batch adds its mean gradient to those since zero_grad, and after a step it uses the new weights",
+        "a batch adds its mean gradient to the gradients since zero_grad, and uses the new weights after a step",
         observe_windows,
         judge_windows,
         tuple(Variant(name, () if window.stepped else (Feature.BATCHES_PER_STEP,)) for name, window in WINDOWS.items()),
-        kept_because="the only law of two batches in a pipeline, whose schedule object keeps state between them",
+        kept_because="the only law of two batches, between which a pipeline's schedule object keeps state",
     ),
     pipeline_law(
         "norm",
-        "the norm counts the gradient of each weight once over all stages, also of a tied one, and clips all by it",
+        "the norm that clips counts the gradient of each weight once over all stages, also that of a tied weight",
         observe_norm,
         judge_norm,
         tuple(Variant(name, schedules=(name,), micro_batches=MICRO_BATCHES) for name in CLIPPED_SCHEDULES),
@@ -365,11 +366,11 @@ LAWS = (
     ),
     pipeline_law(
         "clip",
-        "gradients are clipped by the norm of all stages, also by an engine that reports no norm",
+        "gradients are clipped by the norm over all stages, also if the engine reports no norm",
         observe_norm,
         judge_clip,
         tuple(Variant(name, schedules=(name,), micro_batches=MICRO_BATCHES) for name in CLIPPED_SCHEDULES),
         Feature.CLIP,
-        kept_because="the only law of clipping in a pipeline whose engine reports no norm, which ends pipeline.norm",
+        kept_because="the only law of clipping in a pipeline for engines that report no norm: pipeline.norm needs one",
     ),
 )

@@ -1,4 +1,4 @@
-"""Define the law pipeline.any_order: a random program of whole-batch calls, of which each is judged."""
+"""Define the law pipeline.any_order: each call of a random program of whole-batch calls is judged."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from zharness.workload.programs import join_words
 
 @dataclass
 class Caller:
-    """Runs the calls of a program, and records what each leaves; ``folder`` is shared by all ranks.
+    """Runs the calls of a program, and records the results of each call; all ranks share ``folder``.
 
-    ``version`` is the number under which weights and state were recorded last, and ``saves`` the number of checkpoints.
+    ``version`` is the number under which weights and state were last recorded, and ``saves`` the number of checkpoints.
     """
 
     ctx: RankContext
@@ -65,7 +65,7 @@ class Caller:
             self.record_version()
 
     def change(self, position: int, call: Call) -> None:
-        """Run a call that changes weights or state, or that might."""
+        """Run a call that changes weights or state, or that could change them by mistake."""
         if call.kind is CallKind.STEP:
             self.engine.step()
             norm = self.engine.grad_norm()
@@ -81,9 +81,9 @@ class Caller:
             self.engine.load(self.folder / str(0 if call.kind is CallKind.LOAD_OLD else self.saves - 1))
 
     def find_weight(self, call: Call) -> nn.Parameter:
-        """Return the weight of a call in the whole model.
+        """Return the weight of the whole model that a call edits, freezes or unfreezes.
 
-        On a rank whose stages do not have it, this is a copy that no stage uses: a change of it has no effect.
+        On a rank whose stages do not hold the weight, it is a copy that no stage uses: changing the copy has no effect.
         """
         return self.engine.module.get_parameter(select_parameter(self.ctx.spec, self.ctx.seed, call))
 
@@ -106,7 +106,7 @@ def observe_any_order(ctx: RankContext) -> None:
     cell, template = ProgramCell(ctx.spec.name, name, ctx.seed, ctx.config.dtype, ctx.capabilities), TEMPLATES[name]
     calls = parse_calls(CALL_PROGRAMS.choose(ctx.variant, cell))
     rounds_in_parts = TENSOR in ctx.config.mesh.axes and not ctx.spec.exact
-    if rounds_in_parts or find_shared_weights(ctx.spec, ctx.seed):  # how gradients round is known only if they are read
+    if rounds_in_parts or find_shared_weights(ctx.spec, ctx.seed):  # the rounding of unread gradients is unknown
         calls = tuple(replace(call, kind=CallKind.TRAIN) if call.kind is CallKind.UNSEEN else call for call in calls)
     ctx.record("calls", {"text": torch.tensor([*join_words(calls).encode()], dtype=torch.uint8)})
     engine = ctx.build_engine(
@@ -132,7 +132,7 @@ def judge_any_order(ctx: JudgeContext) -> Iterator[Comparison]:
 
 _LAW = pipeline_law(
     "any_order",
-    "after each call of a random program, losses, gradients, weights, state and rates are those of plain PyTorch",
+    "after each call of a random program, losses, gradients, weights, state and rates are plain PyTorch's",
     observe_any_order,
     judge_any_order,
     tuple(
@@ -142,6 +142,6 @@ _LAW = pipeline_law(
         for name, template in TEMPLATES.items()
     ),
     models=(*MODELS, RANDOM_MODEL),
-    kept_because="the only law that finds mistakes that need certain calls before, and that one stage or rank makes",
+    kept_because="the only law that finds errors of one stage or rank that need certain calls before them",
 )
 LAWS = (replace(_LAW, weights_stay_integers=False, programs=CALL_PROGRAMS),)

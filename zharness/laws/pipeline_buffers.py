@@ -1,4 +1,4 @@
-"""Define the law pipeline.buffers: each forward of a micro-batch changes the buffers of its stage once."""
+"""Define the law pipeline.buffers: each forward of a micro-batch changes the buffers of the stage once."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ EVALUATED_BLOCK = "blocks.2"  # in the last stage
 
 @dataclass(frozen=True)
 class Training:
-    """The schedule, whether the batch is not the engine's first, which blocks are evaluated, and the size of a batch.
+    """The schedule, whether a batch ran before, the blocks in evaluation mode, and the size of a batch.
 
-    Some schedules run forwards before their first batch to learn shapes.
+    Some schedules run extra forwards before their first batch to infer shapes.
     """
 
     schedule: str = ""
@@ -64,13 +64,13 @@ def prepare_model(model: nn.Module, plan: tuple[str, ...]) -> nn.Module:
 
 
 def evaluate_blocks(model: nn.Module, training: Training) -> None:
-    """Put the blocks that a training evaluates into evaluation mode, as users do with frozen batch norms."""
+    """Put the training's evaluated blocks into evaluation mode, as users do to freeze batch norms."""
     for name in training.evaluated:
         model.get_submodule(name).eval()
 
 
 def observe_buffers(ctx: RankContext) -> None:
-    """Run a batch, and record the buffers of this rank's stages; save, run another one, load and run a third one."""
+    """Run a batch and record the buffers of this rank's stages; then save, run a batch, load, and run another batch."""
     training = TRAININGS[ctx.variant]
     model = prepare_model(ctx.spec.model(ctx.seed), ctx.spec.pp_plan)
     engine = ctx.build_engine_around(model, optimizer=ZERO_LR_SGD, options=select_schedule(training.schedule))
@@ -100,7 +100,7 @@ def run_batch(ctx: RankContext, engine: Engine, number: int, training: Training)
 
 
 def find_own_blocks(ctx: RankContext, engine: Engine) -> list[str]:
-    """Return the blocks whose weights ranks of this rank's stages own."""
+    """Return the blocks whose weights are owned by ranks with this rank's coordinate on pp."""
     stage = ctx.config.mesh.coordinates(ctx.rank, ctx.world_size)[PIPELINE]
     owners = {
         name: {ctx.config.mesh.coordinates(piece.rank, ctx.world_size)[PIPELINE] for piece in pieces}
@@ -110,7 +110,7 @@ def find_own_blocks(ctx: RankContext, engine: Engine) -> list[str]:
 
 
 def zero_buffers(model: nn.Module) -> None:
-    """Set the buffers to 0, which they were before the first batch."""
+    """Set the buffers to 0, their value before the first batch."""
     with torch.no_grad():
         for buffer in model.buffers():
             buffer.zero_()
@@ -123,10 +123,10 @@ def read_buffers(model: nn.Module, blocks: list[str]) -> dict[str, Tensor]:
 
 
 def judge_buffers(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare the buffers with plain PyTorch's after the same micro-batches; each block is of one rank of a pipeline.
+    """Compare the buffers with plain PyTorch's after the same micro-batches, and check each block's owner.
 
-    If the engine does not claim that ranks save buffers of their own, a load may give a rank those of another one that
-    has the same stages.
+    If the engine does not claim that ranks save their own buffers, a load may give a rank the buffers of another rank
+    that holds the same stages.
     """
     yield from judge_owners(ctx)
     plain = [count_plain(ctx, at, SAVED, {}) for at in range(ctx.data_size)]
@@ -144,7 +144,7 @@ def judge_buffers(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def judge_owners(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Check that in each pipeline one rank of pp, and all ranks of tp there, own each block, by the engine's layout."""
+    """Check with ``layout()`` that in each pipeline one rank of pp, with all its tp ranks, owns each block."""
     for at in range(ctx.data_size):
         ranks = ctx.mesh.list_ranks(at, ctx.world_size)
         for block in ctx.baseline.spec.pp_plan:
@@ -166,7 +166,7 @@ def compare_buffers(ctx: JudgeContext, number: int, wanted: Sequence[Mapping[str
 
 
 def choose_saved(ctx: JudgeContext, rank: int, saved: list[Tensor], loaded: Tensor) -> Tensor:
-    """Return what a rank has to have after a load: its own value, or that of another data coordinate."""
+    """Return the value that a rank must have after a load: its own, or another data coordinate's if that was loaded."""
     if ctx.claims.refusal(Feature.RANK_BUFFERS) is not None:
         for value in saved:
             if torch.equal(value, loaded):
@@ -175,7 +175,7 @@ def choose_saved(ctx: JudgeContext, rank: int, saved: list[Tensor], loaded: Tens
 
 
 def count_plain(ctx: JudgeContext, at: int, number: int, start: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the plain model's buffers after batch ``number``, which began with ``start`` or else with 0."""
+    """Return the plain model's buffers after batch ``number``, starting from ``start``, or from 0 if it is empty."""
     training, plan = TRAININGS[ctx.variant], ctx.baseline.spec.pp_plan
     model = prepare_model(ctx.baseline.build_module(), plan)
     evaluate_blocks(model, training)
@@ -190,7 +190,7 @@ def count_plain(ctx: JudgeContext, at: int, number: int, start: Mapping[str, Ten
 LAWS = (
     pipeline_law(
         "buffers",
-        "each micro-batch changes the buffers of each stage once, of blocks in training mode, and a load restores them",
+        "each micro-batch changes the buffers of blocks in training mode once in each stage, and a load restores them",
         observe_buffers,
         judge_buffers,
         tuple(
@@ -203,6 +203,6 @@ LAWS = (
             for name, training in TRAININGS.items()
         ),
         models=("chain",),
-        kept_because="the only law of a pipeline with a buffer that forwards change, as those of batch norm",
+        kept_because="the only law of a pipeline with a buffer that forwards change, as in batch norm",
     ),
 )

@@ -1,4 +1,4 @@
-"""Say which programs of whole batches are legal, and make them smaller."""
+"""Decide which programs of whole batches are legal, and make programs smaller."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LOADS = (CallKind.LOAD, CallKind.LOAD_OLD)
 
 
 def parse_calls(words: str) -> tuple[Call, ...]:
-    """Return the calls of a program. Raises UsageError for a word that is no call."""
+    """Return the calls of a program. Raises UsageError for a word that is not a call."""
     try:
         return tuple(map(parse_call, words.split()))
     except (KeyError, ValueError):
@@ -36,7 +36,7 @@ def parse_calls(words: str) -> tuple[Call, ...]:
 
 
 def may_freeze(before: Sequence[Call], call: Call) -> bool:
-    """Return whether ``call`` freezes a weight while none is frozen, or thaws the one that is."""
+    """Return whether ``call`` freezes a weight while no weight is frozen, or unfreezes the frozen weight."""
     frozen = find_frozen(before)
     return frozen is None if call.kind is CallKind.FREEZE else frozen is not None and frozen.number == call.number
 
@@ -59,7 +59,7 @@ def is_legal(template: Template, before: Sequence[Call], call: Call) -> bool:
 
 
 def make_calls_legal(cell: ProgramCell, words: str) -> str:
-    """Return the calls that are legal after those before them, and that the engine claims."""
+    """Return the program without calls that are illegal after the earlier calls, or that the engine does not claim."""
     legal = list[Call]()
     for call in parse_calls(words):
         is_claimed = call.kind not in FEATURES or cell.claims.refusal(FEATURES[call.kind]) is None
@@ -69,7 +69,7 @@ def make_calls_legal(cell: ProgramCell, words: str) -> str:
 
 
 def cut_calls(cell: ProgramCell, words: str) -> Iterator[str]:
-    """Yield the program without some calls, and with an ordinary batch or the fewest micro-batches in one."""
+    """Yield smaller programs: without some calls, or with one batch ordinary or with the fewest micro-batches."""
     calls, fewest = parse_calls(words), min(TEMPLATES[cell.variant].sizes)
     yield from map(join_words, remove_runs(calls))
     for index, call in enumerate(calls):
@@ -79,7 +79,7 @@ def cut_calls(cell: ProgramCell, words: str) -> Iterator[str]:
 
 
 def draw_calls(cell: ProgramCell) -> str:
-    """Return the program that the seed of a cell draws."""
+    """Return the program that is drawn with the seed of a cell."""
     return join_words(TEMPLATES[cell.variant].draw_calls(cell.seed, cell.claims))
 
 

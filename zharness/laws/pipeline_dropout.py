@@ -1,4 +1,4 @@
-"""Define the law pipeline.dropout: each micro-batch of each stage has masks of its own, and gradients fit them."""
+"""Define the law pipeline.dropout: each stage draws separate masks for each micro-batch, and gradients fit them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from zharness.workload.exact_heads import keep_everything
 from zharness.workload.generators import fork_seeded_generators
 
 RECOMPUTED = "_recomputed"
-FIRST = 1  # the number of the batch that comes first, in which a schedule may run forwards to learn shapes
+FIRST = 1  # the number of the first batch, in which a schedule may run forwards to infer shapes
 
 
 def list_blocks(model: nn.Module) -> dict[str, DroppedBlock]:
@@ -45,9 +45,9 @@ def list_blocks(model: nn.Module) -> dict[str, DroppedBlock]:
 
 
 def observe_dropout(ctx: RankContext) -> None:
-    """Run two batches, and record losses and gradients of the second, and the masks that each dropout drew in it.
+    """Run two batches, and record losses, gradients and the masks of each dropout in the second batch.
 
-    The caller seeds torch's generator with another number on each rank, but alike along tp, which shares activations.
+    The caller seeds torch's generator differently on each rank, but equally along tp, whose ranks share activations.
     """
     model = ctx.spec.model(ctx.seed)
     blocks = list_blocks(model)
@@ -71,19 +71,19 @@ def observe_dropout(ctx: RankContext) -> None:
 
 
 def find_first_replica(mesh: Mesh, rank: int, world_size: int) -> int:
-    """Return the first rank along tp that has the stages and micro-batches of ``rank``."""
+    """Return the first rank along tp with the same stages and micro-batches as ``rank``."""
     return mesh.rank_at_start(TENSOR, rank, world_size)
 
 
 @dataclass(frozen=True)
 class DrawnMasks:
-    """The masks that the dropout of a block drew, each with the activations that it was drawn for."""
+    """The masks that the dropout of a block drew, each with the activations to which it was applied."""
 
     inputs: Sequence[Tensor]
     masks: Sequence[Tensor]
 
     def group(self) -> list[list[Tensor]]:
-        """Return the masks of each micro-batch: several if its forward was recomputed."""
+        """Return the masks of each micro-batch: several masks if the forward was recomputed."""
         groups: list[tuple[Tensor, list[Tensor]]] = []
         for activations, mask in zip(self.inputs, self.masks, strict=True):
             found = next((masks for seen, masks in groups if torch.equal(seen, activations)), None)
@@ -94,13 +94,13 @@ class DrawnMasks:
         return [masks for _, masks in groups]
 
     def find(self, activations: Tensor) -> Tensor:
-        """Return the first mask for these activations, or zeros if there is none, with which the loss does not fit."""
+        """Return the first mask for these activations, or zeros, which give another loss, if there is no mask."""
         pairs = zip(self.inputs, self.masks, strict=True)
         return next((mask for seen, mask in pairs if torch.equal(seen, activations)), torch.zeros_like(activations))
 
 
 def read_masks(ctx: JudgeContext, rank: int) -> dict[str, DrawnMasks]:
-    """Return what each dropout of the stages of ``rank`` drew, by the name of its block."""
+    """Return the masks that each dropout in the stages of ``rank`` drew, by the name of its block."""
     inputs, masks = ctx.rank_records("inputs")[rank], ctx.rank_records("masks")[rank]
     return {name: DrawnMasks(list(inputs[name]), list(masks[name])) for name in masks}
 
@@ -108,7 +108,7 @@ def read_masks(ctx: JudgeContext, rank: int) -> dict[str, DrawnMasks]:
 def judge_dropout(ctx: JudgeContext) -> Iterator[Comparison]:
     """Judge the masks, and compare losses and gradients bitwise with plain PyTorch's under these masks.
 
-    Raises RoundedScenarioError if tp could round a sum in parts.
+    Raises RoundedScenarioError if tp, which splits sums, could round a sum.
     """
     exact = certify_any_mask(ctx)
     if TENSOR in ctx.mesh.axes and not exact:
@@ -125,10 +125,11 @@ def judge_dropout(ctx: JudgeContext) -> Iterator[Comparison]:
 def judge_masks(
     ctx: JudgeContext, drawn: Sequence[Mapping[str, DrawnMasks]], rank: int, name: str, groups: list[list[Tensor]]
 ) -> Iterator[Comparison]:
-    """Check the masks of one dropout: one for each micro-batch, and those of no other one, block, batch or rank.
+    """Check one dropout's masks: one per micro-batch, different from those of other micro-batches, blocks and ranks.
 
-    Ranks along tp have the whole activations, and one mask.
-    Two masks of 64 elements are equal by chance in 1 of 2^64 cases, and a cell compares fewer than 1,000 pairs.
+    The masks must also differ from those of the previous batch. Ranks along tp hold the whole activations, and must
+    draw the same mask. Two masks of 64 elements are equal by chance in 1 of 2^64 cases, and a cell compares fewer than
+    1,000 pairs.
     """
     place = ctx.location(f"masks of {name}", Part.FORWARD, 0, rank)
     own = [list_elements(masks[0]) for masks in groups]
@@ -169,7 +170,7 @@ def list_elements(mask: Tensor) -> tuple[float, ...]:
 
 
 def run_with_masks(ctx: JudgeContext, at: int, micro: int, drawn: Sequence[Mapping[str, DrawnMasks]]) -> LocalResult:
-    """Return the plain model's loss and gradients of a micro-batch under the masks that ranks drew for it."""
+    """Return the plain model's loss and gradients of a micro-batch under the masks that the ranks drew for it."""
     model = ctx.baseline.build_module()
     found = [drawn[rank] for rank in ctx.mesh.list_ranks(at, ctx.world_size)]
     for name, block in list_blocks(model).items():
@@ -179,15 +180,16 @@ def run_with_masks(ctx: JudgeContext, at: int, micro: int, drawn: Sequence[Mappi
 
 
 def certify_any_mask(ctx: JudgeContext) -> Exactness:
-    """Return whether tier X applies under every mask: the largest one bounds the sums of all others."""
-    model: Any = ctx.baseline.spec.build  # a class of models with dropout, which takes the function that draws masks
+    """Return whether tier X applies under every mask: the mask that keeps everything bounds the sums of all others."""
+    # A class of models with dropout. Its argument is the function that draws masks.
+    model: Any = ctx.baseline.spec.build
     spec = replace(ctx.baseline.spec, build=partial(model, keep_everything))
     return certify_exactness(replace(ctx.baseline, spec=spec), range(MICRO_BATCHES), ctx.dtype)
 
 
 _LAW = pipeline_law(
     "dropout",
-    "each stage draws a mask of its own for each micro-batch, once or again in backward, and gradients fit",
+    "each stage draws a new dropout mask for each micro-batch, which a recomputation repeats, and gradients fit it",
     observe_dropout,
     judge_dropout,
     tuple(

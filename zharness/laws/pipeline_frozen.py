@@ -1,4 +1,4 @@
-"""Define the law pipeline.frozen: weights that are frozen in some stages alone change no gradient of the others."""
+"""Define the law pipeline.frozen: freezing weights of some stages changes no gradient of the other weights."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from zharness.laws.pipeline_steps import fit_schedule, select_steps
 from zharness.parity import Comparison
 from zharness.parity.baseline import LocalResult
 
-# Patterns of weight names: those of the first and the last of two stages, of which each has two blocks of ``chain``.
+# Patterns of the weight names in the first and in the last of two stages; each stage has two blocks of ``chain``.
 FIRST_STAGE, LAST_STAGE = ("blocks.[01].*",), ("blocks.[23].*",)
 NOTHING: tuple[str, ...] = ()
 
@@ -46,17 +46,17 @@ class Freezing:
     shape: BatchShape = SINGLE
 
     def find_frozen(self, step: int, names: Set[str]) -> set[str]:
-        """Return which of ``names`` are frozen in a step."""
+        """Return the names of ``names`` that are frozen in a step."""
         return {name for name in names if any(fnmatchcase(name, pattern) for pattern in self.steps[step])}
 
 
 def freeze_twice(*patterns: str) -> Freezing:
-    """Return a freezing of two steps, of one micro-batch each, before which the weights ``patterns`` are frozen."""
+    """Return a freezing of two steps of one micro-batch each, in which the weights ``patterns`` are frozen."""
     return Freezing((patterns, patterns))
 
 
-# One batch of several micro-batches for each schedule. Some schedules, such as GPipe, would crash in a second one if
-# stages are in DDP (see FINDINGS.md), and hide what the law is about.
+# One batch of several micro-batches for each schedule. If stages are in DDP, some schedules, such as GPipe, would crash
+# in a second batch (see FINDINGS.md), which would hide the errors that this law is about.
 BY_SCHEDULE: Mapping[str, Freezing] = {
     f"{place}_{schedule}": Freezing((patterns,), schedule, DEFAULT_SHAPE)
     for schedule in SCHEDULES
@@ -78,12 +78,12 @@ FREEZINGS = {**FROZEN, **CHANGED}
 
 
 def freeze_for_step(model: nn.Module, freezing: Freezing, step: int) -> nn.Module:
-    """Let the parameters of ``model`` that a step freezes require no gradient, and the others one; return it."""
+    """Set requires_grad to False for the weights that the step freezes, and to True for the rest; return ``model``."""
     return freeze(model, freezing.find_frozen(step, {name for name, _ in model.named_parameters()}))
 
 
 def observe_frozen(ctx: RankContext) -> None:
-    """Make steps with weights that are frozen before the engine is built, and if the variant says so, between them."""
+    """Make steps with weights frozen before the engine is built; in some variants, change them between steps."""
     freezing = FREEZINGS[ctx.variant]
     model = freeze_for_step(ctx.spec.model(ctx.seed), freezing, 0)
     options = select_schedule(freezing.schedule)
@@ -101,7 +101,7 @@ def observe_frozen(ctx: RankContext) -> None:
 
 
 def suspect_last_alone(micros: list[list[LocalResult]]) -> dict[str, list[list[LocalResult]]]:
-    """Return, by hint, gradients to which the first micro-batches of a batch have added nothing."""
+    """Return, by hint, the local gradients of the last micro-batches alone, without those of the first ones."""
     count = len(micros)
     scaled = scale_local_grads(micros, 1 / count)
     return {
@@ -111,9 +111,9 @@ def suspect_last_alone(micros: list[list[LocalResult]]) -> dict[str, list[list[L
 
 
 def judge_frozen(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare losses, the gradients of the weights that train and their steps; a frozen weight has neither.
+    """Compare losses, and gradients and steps of trained weights; frozen weights must have neither.
 
-    The gradients of the first batch are compared bitwise where exactness is certified.
+    The gradients of the first batch are compared bitwise if exactness is certified.
     """
     freezing, optimizer = FREEZINGS[ctx.variant], fit_schedule(select_steps(ctx.mesh), ctx.claims)
     names = ctx.baseline.parameter_names
@@ -136,7 +136,7 @@ def judge_frozen(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     pipeline_law(
         "frozen",
-        "a stage passes gradients on and trains the rest, whichever weights of it are frozen, and keeps these",
+        "a stage passes gradients on, trains its other weights, and leaves the frozen weights unchanged",
         observe_frozen,
         judge_frozen,
         tuple(

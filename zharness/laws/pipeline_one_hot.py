@@ -1,4 +1,4 @@
-"""Define the law pipeline.one_hot: a data coordinate whose loss alone is not 0 gives stages all their gradient."""
+"""Define the law pipeline.one_hot: if one data coordinate alone has a non-zero loss, all gradients come from it."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from zharness.parity import Comparison
 
 
 def find_factor(coordinate: int, hot: int) -> float:
-    """Return the factor of the loss of a data coordinate in the batch of the coordinate ``hot``."""
+    """Return the factor on the loss of a data coordinate in the batch in which only ``hot`` has a loss."""
     return float(coordinate == hot)
 
 
 def observe_one_hot(ctx: RankContext) -> None:
-    """Run a batch for each data coordinate, in which the others multiply their loss by 0, and steps that move nothing.
+    """Run a batch for each data coordinate, in which all others multiply their loss by 0; steps move no weight.
 
-    A batch has one micro-batch, since torch's pipelines around DDP crash after those of several.
+    A batch has one micro-batch, because torch's pipelines around DDP crash after batches of several micro-batches.
     """
     engine = ctx.build_engine(optimizer=ZERO_LR_SGD)
     for hot in range(ctx.data_size):
@@ -41,7 +41,7 @@ def observe_one_hot(ctx: RankContext) -> None:
 
 
 def judge_one_hot(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare losses, and the gradients with that of the one coordinate, divided by the number of coordinates."""
+    """Compare losses, and compare gradients with the one coordinate's gradient divided by the number of coordinates."""
     for hot in range(ctx.data_size):
         first = hot * MICRO_BATCHES
         micros = [
@@ -55,7 +55,7 @@ def judge_one_hot(ctx: JudgeContext) -> Iterator[Comparison]:
 
 _LAW = pipeline_law(
     "one_hot",
-    "if one data coordinate alone has a loss, gradients in all stages are that one's, divided by the coordinates",
+    "if only one data coordinate has a loss, all stages have its gradient, divided by the number of coordinates",
     observe_one_hot,
     judge_one_hot,
     (Variant(),),

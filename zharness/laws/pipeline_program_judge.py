@@ -1,4 +1,4 @@
-"""Judge every call of a program of whole batches against plain PyTorch, which starts from the engine's own weights."""
+"""Judge every call of a program of whole batches against plain PyTorch, which starts from the engine's weights."""
 
 from __future__ import annotations
 
@@ -41,22 +41,22 @@ from zharness.parity.bounds import BoundedTensor, float64_mean, gamma
 from zharness.parity.certificate import Exactness, is_power_of_two
 from zharness.workload.programs import PendingGradients
 
-USES = 2  # of a weight that several blocks have in common
-STRIDE = 2  # batches are numbered by 4 micro-batches, and those of programs have up to 8
+USES = 2  # the number of uses of a weight that several blocks share
+STRIDE = 2  # batch numbers count 4 micro-batches each, and batches of programs have up to 8
 EDIT_FACTOR = 0.5
-FACTORS = {CallKind.SCALED: 2, CallKind.FAINT: 2.0**-10}  # by which a batch's loss is multiplied
+FACTORS = {CallKind.SCALED: 2, CallKind.FAINT: 2.0**-10}  # the factors on a batch's loss
 
 
 def make_batch_shape(call: Call) -> BatchShape:
-    """Return the number of micro-batches of a batch, and the factor of its loss."""
+    """Return the number of micro-batches of a call's batch, and the factor on its loss."""
     return BatchShape(call.number, FACTORS.get(call.kind, 1))
 
 
 @dataclass(frozen=True)
 class PendingBatch:
-    """A batch at ``position`` of a program, and the local gradients of its micro-batches, of the weights that train.
+    """A batch at ``position`` of a program, and the local gradients of trained weights for each micro-batch.
 
-    ``absolute`` has, for weights with several uses, their mean gradient in which every term has its absolute value.
+    ``absolute`` maps each weight with several uses to a mean gradient in which every term is an absolute value.
     """
 
     position: int
@@ -69,7 +69,7 @@ class PendingBatch:
 class Pending:
     """The batches since the last step or zero_grad.
 
-    ``read_at`` is the position of the call that recorded the gradients of all of them, or None.
+    ``read_at`` is the position of the call that recorded the gradients of all these batches, or None.
     """
 
     batches: list[PendingBatch] = field(default_factory=list)
@@ -82,16 +82,16 @@ class Pending:
 
     @property
     def scale(self) -> float:
-        """The number of batches: this times the mean of all micro-batches is the sum of the means of the batches.
+        """The number of batches, by which the mean over all micro-batches is multiplied to get the sum of batch means.
 
-        This is right because all batches before one step have the same number of micro-batches.
+        The product is right because all batches before one step have the same number of micro-batches.
         """
         return float(len(self.batches))
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a checkpoint has: the version of the recorded weights and state, and the steps made before."""
+    """The version of weights and state that a checkpoint holds, and the counts of steps made before the save."""
 
     version: int
     counts: StepCounts
@@ -100,7 +100,7 @@ class Checkpoint:
 class BatchProgramJudge:
     """Judges the calls of one program in order.
 
-    ``version`` is the number under which weights and state were recorded last; each change has a new one.
+    ``version`` is the number under which weights and state were last recorded; each change increases it.
     """
 
     def __init__(self, ctx: JudgeContext, template: Template, calls: Sequence[Call]) -> None:
@@ -111,7 +111,7 @@ class BatchProgramJudge:
         self.pending, self.saved = Pending(), list[Checkpoint]()
 
     def judge(self) -> Iterator[Comparison]:
-        """Yield the comparisons of all calls, each with the position after its call as the step of a mismatch."""
+        """Yield the comparisons of all calls; the step of a mismatch is the position of the call in the program."""
         yield from compare_initial_weights(self.ctx)
         for position, call in enumerate(self.calls, start=1):
             for comparison in self.judge_call(position, call):
@@ -135,7 +135,7 @@ class BatchProgramJudge:
             yield from self.judge_load(self.saved[0 if call.kind is CallKind.LOAD_OLD else -1])
 
     def judge_batch(self, position: int, call: Call) -> Iterator[Comparison]:
-        """Compare the losses of a batch, and the gradients since the last step if they were read."""
+        """Compare the losses of a batch, and the gradients since the last step if the batch's call read them."""
         ctx, weights = self.ctx, self.ctx.rank_records("params", self.version)[0]
         micros = compute_batch(ctx, STRIDE * position, weights, make_batch_shape(call))
         yield from compare_micro_losses(ctx, micros, position)
@@ -151,7 +151,8 @@ class BatchProgramJudge:
     def judge_grads(self, position: int) -> Iterator[Comparison]:
         """Compare the gradients that were read at ``position`` with the sum of the batches' means.
 
-        Where a mean rounds, an engine may also divide the loss of each micro-batch, and add up the gradients.
+        If dividing by the batch size rounds, an engine may also divide the loss of each micro-batch and add up
+        gradients.
         """
         self.pending.read_at = position
         if splits_sums(self.ctx):
@@ -166,7 +167,7 @@ class BatchProgramJudge:
         yield from found
 
     def describe_split(self, position: int) -> SplitBatches:
-        """Return what the gradients at ``position`` have to be on tp, where all batches of a step have one weight."""
+        """Return, for tp, the batches whose gradients are pending at ``position``; all used the same weights."""
         factors = {
             STRIDE * batch.position * MICRO_BATCHES + index: float(make_batch_shape(batch.call).factor)
             for batch in self.pending.batches
@@ -177,7 +178,7 @@ class BatchProgramJudge:
         return SplitBatches(factors, self.ctx.rank_records("params", self.version)[0], self.pending.scale, names)
 
     def compare_grads(self, position: int, micros: list[list[LocalResult]]) -> Iterator[Comparison]:
-        """Compare gradients with those of micro-batches; those of several uses are sums in an order of the engine's."""
+        """Compare gradients with those of micro-batches; for weights with several uses, allow any order of sums."""
         exact = self.certify_first_batch(position)
         for comparison in self.ctx.compare_reduced_grads("grads", micros, position, exact, self.pending.scale):
             place = comparison.location
@@ -189,7 +190,7 @@ class BatchProgramJudge:
     def compare_shared_grad(self, name: str, position: int, terms: list[Tensor]) -> Iterator[Comparison]:
         """Compare the gradient of a weight with several uses, within the bound of sums in any order.
 
-        ``terms`` are its gradients of each micro-batch and data coordinate, which are sums over its uses.
+        ``terms`` are the gradients of each micro-batch and data coordinate; each is a sum over the weight's uses.
         """
         expected = self.pending.scale * float64_mean(terms)
         absolute = torch.stack([batch.absolute[name] for batch in self.pending.batches]).sum(dim=0)
@@ -200,13 +201,13 @@ class BatchProgramJudge:
             yield self.hint_first_batch(comparison, position)
 
     def hint_first_batch(self, comparison: Comparison, position: int) -> Comparison:
-        """Add the hint of two stages that divide a gradient, which compares with the initial weights alone."""
+        """Add the hint that two stages divided a gradient; the hint is computed for the initial weights only."""
         is_first = not self.version and len(self.pending.micros) == MICRO_BATCHES
         first = STRIDE * position * MICRO_BATCHES
         return hint_divided_by_two_stages(self.ctx, comparison, position, first) if is_first else comparison
 
     def compute_absolute(self, position: int, call: Call) -> Mapping[str, Tensor]:
-        """Return the mean gradients of weights with several uses, of a model and batch of absolute values."""
+        """Return the mean gradients of weights with several uses, for absolute values of weights and inputs."""
         baseline, shape, first = self.ctx.baseline, make_batch_shape(call), STRIDE * position * MICRO_BATCHES
         module = baseline.build_module(self.ctx.rank_records("params", self.version)[0])
         locals_ = [
@@ -217,7 +218,7 @@ class BatchProgramJudge:
         return {name: shape.factor * float64_mean([local.grads[name] for local in locals_]) for name in self.shared}
 
     def compute_divided(self, batch: PendingBatch) -> list[list[LocalResult]]:
-        """Return the local gradients of losses that are divided by the number of micro-batches, times this number."""
+        """Divide each loss by the number of micro-batches, and return the local gradients multiplied by this number."""
         shape, first = make_batch_shape(batch.call), STRIDE * batch.position * MICRO_BATCHES
         count, weights = shape.micro_batches, self.ctx.rank_records("params", self.version)[0]
 
@@ -232,25 +233,25 @@ class BatchProgramJudge:
         ]
 
     def certify_first_batch(self, position: int) -> Exactness:
-        """Return whether the gradients of a batch are exact, which is asked of batches before the first step alone."""
+        """Return whether the gradients of a batch are certified exact; only a first batch before all changes can be."""
         if self.version or len(self.pending.batches) > 1 or self.calls[position - 1].kind is not CallKind.TRAIN:
             return Exactness(False)
         first = STRIDE * position * MICRO_BATCHES
         return self.ctx.certify_exactness(range(first, first + len(self.pending.micros)))
 
     def select_parameter(self, call: Call) -> str:
-        """Return the name of the parameter of the cell's model that a call is about."""
+        """Return the name of the parameter of the cell's model that a call edits, freezes or unfreezes."""
         return select_parameter(self.ctx.baseline.spec, self.ctx.baseline.seed, call)
 
     def judge_look(self, position: int) -> Iterator[Comparison]:
-        """Compare weights, state and gradients that are read again with those that were recorded before."""
+        """Judge gradients that were read again, and compare weights and state read again with the old records."""
         if self.pending.batches:
             yield from self.judge_grads(position)
         yield from compare_records(self.ctx, "params", "looked", self.version, position, Part.GATHER)
         yield from compare_records(self.ctx, "state", "looked-state", self.version, position, Part.OPTIMIZER)
 
     def judge_step(self, position: int) -> Iterator[Comparison]:
-        """Compare a step, clipped or not, with the optimizer's formula, and what all ranks report after it."""
+        """Compare a step, clipped or not, with the optimizer's formula, and compare all ranks after the step."""
         grads = self.get_step_grads()
         pending = PendingGradients.UNSEEN if self.pending.read_at is None else PendingGradients.REDUCED
         factor = NO_CLIPPING
@@ -270,7 +271,7 @@ class BatchProgramJudge:
         yield from self.judge_new_version()
 
     def get_step_grads(self) -> BoundedGrads:
-        """Return the gradients of a step: those that were read, or else the expected ones with their bounds."""
+        """Return the gradients of a step: the recorded ones, or if none were read, the expected ones with bounds."""
         if self.pending.read_at is not None:
             recorded = self.ctx.rank_records("grads", self.pending.read_at)[0]
             return {name: BoundedTensor.exact(grad) for name, grad in recorded.items()}
@@ -283,7 +284,7 @@ class BatchProgramJudge:
         yield from compare_engine_facts(self.ctx, self.optimizer, self.version, self.counts.steps)
 
     def judge_edit(self, call: Call) -> Iterator[Comparison]:
-        """Compare the edited parameter with half of what it was, and all others with what they were."""
+        """Compare the edited parameter with half of its old value, and all other parameters with their old values."""
         edited = self.select_parameter(call)
         for rank, before in enumerate(self.ctx.rank_records("params", self.version)):
             after = self.ctx.rank_records("params", self.version + 1)[rank]
@@ -294,17 +295,17 @@ class BatchProgramJudge:
         yield from self.judge_new_version()
 
     def judge_save(self) -> Iterator[Comparison]:
-        """Check that a save changes nothing, and remember what it has to have saved."""
+        """Check that a save changes nothing, and remember the version and step counts that it has to save."""
         yield from self.judge_restored(self.version)
         self.saved.append(Checkpoint(self.version, self.counts))
 
     def judge_load(self, saved: Checkpoint) -> Iterator[Comparison]:
-        """Check that weights, state and learning rates after a load are those of the save."""
+        """Check that weights, state and learning rates after a load equal those at the save."""
         self.counts = saved.counts
         yield from self.judge_restored(saved.version)
 
     def judge_restored(self, version: int) -> Iterator[Comparison]:
-        """Compare the next version with an earlier one."""
+        """Compare the next version of weights and state bitwise with an earlier version."""
         for what, part in (("params", Part.GATHER), ("state", Part.OPTIMIZER)):
             yield from compare_records(self.ctx, what, what, version, self.version + 1, part)
         yield from self.judge_new_version()

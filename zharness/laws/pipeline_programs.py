@@ -1,7 +1,7 @@
 """Define programs of calls of an engine that runs whole batches, and the templates from which they are drawn.
 
-``train:3 step save edit:1 scaled:2 step load`` trains a batch of three micro-batches and makes a step, saves, edits the
-second weight, trains a batch of two with twice the loss, makes a step, and loads what was saved.
+``train:3 step save edit:1 scaled:2 step load`` trains a batch of three micro-batches, makes a step, saves, edits the
+second parameter, trains a batch of two micro-batches with twice the loss, makes a step, and loads the checkpoint.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from zharness.workload.exact_chain import BLOCKS
 
 
 class CallKind(Enum):
-    """The kinds of calls, by their short names in phrases. In the text of a program, a call has its whole name.
+    """The kinds of calls. Values are short names, which phrases use; the text of a program uses the member's name.
 
-    A batch adds its gradients to those since the last step or zero_grad.
+    A batch adds its gradients to the gradients since the last step or zero_grad.
     """
 
     TRAIN = "t"  # train:n trains a batch of n micro-batches, and reads the gradients
-    SCALED = "x"  # the same with twice the loss, which is another function
-    FAINT = "y"  # faint:n trains with so small a loss that the norm is below the limit of clipping
-    UNSEEN = "u"  # a batch after which the gradients are not read
+    SCALED = "x"  # scaled:n does the same with twice the loss, by another loss function
+    FAINT = "y"  # faint:n trains with a loss so small that the norm is below the clipping norm
+    UNSEEN = "u"  # unseen:n trains a batch, and does not read the gradients
     STEP = "s"  # step and zero_grad
-    ZERO_GRAD = "z"  # gives up the gradients
+    ZERO_GRAD = "z"  # discards the gradients
     LOOK = "l"  # reads weights, state and gradients again
     EDIT = "e"  # edit:p halves the parameter number p in place, on every rank
     FREEZE = "f"  # freeze:w freezes the weight number w
-    THAW = "h"  # thaw:w lets it be trained again
+    THAW = "h"  # thaw:w unfreezes the weight number w
     SAVE = "save"
-    LOAD = "load"  # loads what was saved last
-    LOAD_OLD = "old"  # loads what was saved first
+    LOAD = "load"  # loads the last checkpoint
+    LOAD_OLD = "old"  # loads the first checkpoint
 
 
 BATCHES = (CallKind.TRAIN, CallKind.SCALED, CallKind.FAINT, CallKind.UNSEEN)
@@ -58,7 +58,7 @@ FEATURES: Mapping[CallKind, Feature] = {
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a program; ``number`` is its number of micro-batches, or of a weight, or 0."""
+    """A call of a program; ``number`` is a batch's number of micro-batches, the number of a parameter, or 0."""
 
     kind: CallKind
     number: int = 0
@@ -69,12 +69,12 @@ class Call:
 
 
 def parse_call(word: str) -> Call:
-    """Return the call that ``word`` is the text of."""
+    """Return the call that ``word`` describes."""
     name, _, number = word.partition(":")
     return Call(CallKind[name.upper()], int(number or 0))
 
 
-SMALL_STEPS = replace(HALVING, args={**HALVING.args, "lr": 2.0**-6})  # so that weights stay finite over many steps
+SMALL_STEPS = replace(HALVING, args={**HALVING.args, "lr": 2.0**-6})  # weights stay finite over many steps
 NESTEROV_STEPS = replace(SMALL_STEPS, args={**SMALL_STEPS.args, "nesterov": True})
 GROUPED_ADAMW = replace(ADAMW, args={**ADAMW.args, "amsgrad": True})
 ANY = ("t s", "x s", "u s", "t z t s", "u z x s", "t l s", "l t s", "e t s", "t s save t s load t s", "old t s")
@@ -83,11 +83,11 @@ SINGLE_SIZES = (1,)
 
 @dataclass(frozen=True)
 class Template:
-    """What the programs of a variant are drawn from.
+    """The phrases and settings from which the programs of a variant are drawn.
 
-    ``phrases`` are calls that are legal in any order, ``sizes`` the numbers of micro-batches that a batch may have, and
-    ``schedule`` is the schedule, or '' for the engine's default. A program is ``opening``, ``drawn`` of the phrases and
-    ``closing``.
+    A program consists of ``opening``, ``drawn`` phrases in random order, and ``closing``. ``phrases`` are sequences of
+    calls that are legal in any order. ``sizes`` are the allowed numbers of micro-batches in a batch. ``schedule`` is
+    the schedule, or '' for the engine's default.
     """
 
     phrases: tuple[str, ...] = ANY
@@ -101,21 +101,21 @@ class Template:
     drawn: int = 8
 
     def draw_calls(self, seed: int, claims: Capabilities) -> tuple[Call, ...]:
-        """Return the calls of the program of a seed, without those that the engine does not claim."""
-        random = Random(f"{seed} {self.schedule} {self.phrases}")  # noqa: S311 - an order, no secret
+        """Return the calls of the program that ``seed`` draws, without the calls that the engine does not claim."""
+        random = Random(f"{seed} {self.schedule} {self.phrases}")  # noqa: S311 - draws an order, not a secret
         phrases = (self.opening, *random.sample(self.phrases, min(self.drawn, len(self.phrases))), self.closing)
-        frozen = random.randrange(BLOCKS)  # one weight, so that what is frozen is trained again
+        frozen = random.randrange(BLOCKS)  # one weight for all calls, so that a frozen weight is unfrozen again
         calls = [self.number_call(CallKind(word), frozen, random) for phrase in phrases for word in phrase.split()]
-        # The mean of the first batch is exact. It has no two micro-batches, of which 1F1B runs both forwards first, as
-        # GPipe does: stages in DDP crash after that.
+        # The first batch has the most micro-batches whose mean is exact. With two micro-batches, 1F1B would run both
+        # forwards first, as GPipe does, after which stages in DDP crash.
         exact = [size for size in self.sizes if is_power_of_two(size) and size <= MICRO_BATCHES]
         calls[0] = replace(calls[0], number=max(exact))
         return tuple(call for call in calls if call.kind not in FEATURES or claims.refusal(FEATURES[call.kind]) is None)
 
     def number_call(self, kind: CallKind, frozen: int, random: Random) -> Call:
-        """Return a call with a number of micro-batches, or of a weight; ``frozen`` is the one to freeze."""
+        """Return a call with a number of micro-batches or of a parameter; ``frozen`` is the weight to freeze."""
         if kind in BATCHES:
-            # What was not read has to be known up to its rounding, which depends on where a mean is divided.
+            # Gradients that are not read have to be predicted, also their rounding, which depends on the division.
             sizes = [size for size in self.sizes if kind is not CallKind.UNSEEN or is_power_of_two(size)]
             return Call(kind, random.choice(sizes))
         if kind is CallKind.EDIT:
@@ -127,7 +127,7 @@ class Template:
         return fit_schedule(self.optimizer, claims)
 
 
-# Zero bubbles need a micro-batch for each stage, of which each of two ranks has two; 1F1B one for each rank.
+# Zero-bubble schedules need one micro-batch per stage, and each of two ranks has two stages; 1F1B needs one per rank.
 SIZES: Mapping[str, tuple[int, ...]] = {
     "gpipe": (1, 2, 3, 4, 8),
     "1f1b": (2, 3, 4, 5, 8),
@@ -148,10 +148,10 @@ ACCUMULATED = (
     "t save t s",
 )
 FROZEN = ("f t s h", "t s f t s t s h", "t z t s", "f t s save h t s", "f t s u s h", "x s")
-# The last steps but one of clipped programs have a norm below the limit, so that clipping has to leave them alone.
+# The second-last step of clipped programs has a norm below the limit, so clipping must not change its gradients.
 SMALL_NORM = "y s t s"
 CLIPPED: Mapping[str, Any] = {"clip": CLIP, "features": (Feature.CLIP,), "closing": SMALL_NORM}
-# A new loss is a new schedule of torch, so that the first of its batches is the first of a schedule.
+# torch builds a new schedule for a new loss, so the loss's first batch is the first batch of a schedule.
 SUMS_OF_LOSSES = Template(ACCUMULATED, features=(Feature.BATCHES_PER_STEP,), opening="t x s save", drawn=3)
 TEMPLATES: Mapping[str, Template] = {
     "single": Template(optimizer=NESTEROV_STEPS),
@@ -166,20 +166,20 @@ TEMPLATES: Mapping[str, Template] = {
         FROZEN, features=(Feature.UNFREEZING, Feature.CLIP), clip=CLIP, closing=SMALL_NORM, drawn=3
     ),
     **{name: Template(schedule=name, sizes=sizes) for name, sizes in SIZES.items()},
-    # pipeline.clip has one step of other schedules.
+    # pipeline.clip covers one step of other schedules.
     "interleaved_clipped": Template(schedule="interleaved", sizes=SIZES["interleaved"], **CLIPPED),
     "zero_bubble_clipped": Template(schedule="zero_bubble", sizes=SIZES["zero_bubble"], **CLIPPED),
 }
 
 
 def find_frozen(calls: Sequence[Call]) -> Call | None:
-    """Return the call that froze the weight that is frozen after ``calls``, or None."""
+    """Return the call that froze the weight that is still frozen after ``calls``, or None."""
     last = next((call for call in reversed(calls) if call.kind in (CallKind.FREEZE, CallKind.THAW)), None)
     return last if last is not None and last.kind is CallKind.FREEZE else None
 
 
 def select_parameter(spec: ModelSpec, seed: int, call: Call) -> str:
-    """Return the name of the parameter that a call is about, a bias only if it is edited; the numbers go round."""
+    """Return the name of a call's parameter: any parameter for an edit, else a weight; numbers wrap around."""
     names = [name for name, _ in spec.model(seed).named_parameters()]
     if call.kind is not CallKind.EDIT:
         names = [name for name in names if name.endswith("weight")]

@@ -1,4 +1,4 @@
-"""Define the law pipeline.replicas: what several ranks of a pipeline have of one weight stays equal, bit by bit."""
+"""Define the law pipeline.replicas: ranks of a pipeline that hold the same weight have bitwise equal tensors of it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from zharness.parity.compare import check_names
 def observe_replicas(ctx: RankContext) -> None:
     """Make one step, and record gradients after the batch, and weights, optimizer state and the norm after the step.
 
-    A rank records its own copy of what its stages have.
+    Each rank records its own copies of the tensors in its stages.
     """
     ctx.record("stage", {"stage": scalar(ctx.config.stage)})
     clip = CLIP if ctx.capabilities.refusal(Feature.CLIP) is None else None
@@ -51,7 +51,7 @@ def observe_replicas(ctx: RankContext) -> None:
 
 
 def judge_replicas(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare what the ranks along an axis have of each tensor of their stages, and the norms that all report."""
+    """Compare each stage's tensors between the ranks along each axis, and the norms that all ranks report."""
     micros = compute_batch(ctx, 0)
     for label, part in (("gradients", Part.REDUCTION), ("weights", Part.OPTIMIZER), ("state", Part.OPTIMIZER)):
         records = ctx.rank_records(label)
@@ -66,7 +66,7 @@ def judge_replicas(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def compare_norms(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Check that all ranks report one norm, or none."""
+    """Check that all ranks report the same norm, or that no rank reports a norm."""
     place, norms = ctx.location("norm", Part.REDUCTION), ctx.rank_records("norm")
     yield from compare_ranks(place, [scalar(len(record)) for record in norms])
     if norms[0]:
@@ -74,16 +74,17 @@ def compare_norms(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def list_stage_spans(ctx: JudgeContext, name: str, elements: int) -> list[Spans]:
-    """Return, for each rank, all elements of a parameter if its stage has it, and else none.
+    """Return, for each rank, all elements of a parameter if the rank's stage holds it, else no elements.
 
-    A rank also has all of a weight of which ``layout()`` gives it a shard: its own copy, or the shards it gathered.
+    All elements count even if ``layout()`` gives the rank only a shard: the rank recorded its own full copy, or the
+    all-gathered shards.
     """
     stages = find_stages(ctx, name, elements)
     return [((0, elements),) if get_stage(ctx, rank) in stages else () for rank in range(ctx.world_size)]
 
 
 def hint_not_reduced(ctx: JudgeContext, comparison: Comparison, micros: Sequence[Sequence[LocalResult]]) -> Comparison:
-    """Add a hint to a gradient that differs if it is the one of the rank's own data, which nothing reduced."""
+    """Add a hint to a mismatch of a gradient if it is the gradient of the rank's own data, which was never reduced."""
     mismatch = comparison.mismatch
     if mismatch is None:
         return comparison
@@ -98,7 +99,7 @@ def hint_not_reduced(ctx: JudgeContext, comparison: Comparison, micros: Sequence
 LAWS = (
     pipeline_law(
         "replicas",
-        "what ranks have of a weight is equal: itself, its gradient and state; its owners are those the engine claims",
+        "ranks that hold a weight have equal weights, gradients and state, and are the owners that the engine claims",
         observe_replicas,
         judge_replicas,
         tuple(Variant(name, schedules=(name,), micro_batches=MICRO_BATCHES) for name in SCHEDULES),

@@ -26,18 +26,19 @@ from zharness.laws.pipeline import (
 from zharness.laws.pipeline_steps import HALVING, fit_schedule
 from zharness.parity import Comparison, Part, compare_bitwise
 
-SAVE_STEP = 1  # the number of the step before the save, which one variant leaves out
-CONTINUED_STEPS = range(SAVE_STEP, SAVE_STEP + 2)  # two: the rate of the second comes from a counter that goes on
+SAVE_STEP = 1  # the number of steps before the save; one variant makes none
+# Two steps: the learning rate of the second step comes from a counter that has to continue.
+CONTINUED_STEPS = range(SAVE_STEP, SAVE_STEP + 2)
 
-AROUND_SAVE = "state-around-save"  # of the engine that saves: before the save, and after the next step
+AROUND_SAVE = "state-around-save"  # the state of the engine that saves, before the save and after the next step
 
 
 @dataclass(frozen=True)
 class Resume:
-    """The schedules of the engines that save and load, which of them made steps before, and the size of a batch.
+    """The schedules of the engines that save and load, the steps of each engine before, and the size of a batch.
 
-    A schedule that interleaves stages has the modules of another rank on each of two ranks. An engine without a name
-    has its default schedule.
+    With an interleaved schedule, each of two ranks holds modules that another rank holds with other schedules. '' is
+    the engine's default schedule.
     """
 
     saved_by: str = ""
@@ -48,7 +49,7 @@ class Resume:
 
     @property
     def schedules(self) -> tuple[str, ...]:
-        """The schedules that an engine has to have."""
+        """The schedules that an engine has to support."""
         return tuple(filter(None, (self.saved_by, self.loaded_by)))
 
 
@@ -63,7 +64,7 @@ RESUMES: Mapping[str, Resume] = {
 
 
 def select_optimizer(claims: Capabilities) -> OptimizerSpec:
-    """Return the optimizer, whose rate falls if the engine has a learning-rate schedule, and is constant otherwise."""
+    """Return the optimizer, with a falling rate if the engine has learning-rate schedules, else a constant rate."""
     return fit_schedule(HALVING, claims)
 
 
@@ -75,10 +76,10 @@ def make_step(ctx: RankContext, engine: Engine, number: int, shape: BatchShape) 
 
 
 def observe_resume(ctx: RankContext) -> None:
-    """Save an engine, load it into an engine of other weights, and make two steps with each.
+    """Save an engine, load the checkpoint into an engine with other weights, and make two steps with each engine.
 
-    The engine that saves has made a step or none, and the one that loads two or none. It runs the same schedule or
-    another, as the variant says.
+    As the variant says, the engine that saves has made one step or none, the engine that loads has made two steps or
+    none, and both have the same schedule or different ones.
     """
     resume, optimizer = RESUMES[ctx.variant], select_optimizer(ctx.capabilities)
     saved = ctx.build_engine(optimizer=optimizer, options=select_schedule(resume.saved_by))
@@ -109,10 +110,10 @@ def observe_resume(ctx: RankContext) -> None:
 
 
 def judge_resume(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare the engine that saved with itself before the save, and both engines after the load, in batches and steps.
+    """Check that save and load keep weights and state, and compare batches and steps of both engines after the load.
 
-    The state before the save has to be complete: a momentum of every parameter. Before the first step, an engine may
-    have no state or one of zeros, so that the step after the save is compared with SGD's formula.
+    Before the save, every parameter has to have a momentum. Before the first step, an engine may have no state or a
+    state of zeros, so the step after the save is compared with SGD's formula.
     """
     has_state = RESUMES[ctx.variant].saved_steps > 0
     for rank, state in enumerate(ctx.rank_records("state-unsaved", SAVE_STEP)):
@@ -137,7 +138,7 @@ def judge_resume(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     pipeline_law(
         "resume",
-        "a pipeline that loads what another saved, also by other stages or before its first step, continues like it",
+        "a pipeline continues like the one whose checkpoint it loads, also with other stages or before the first step",
         observe_resume,
         judge_resume,
         tuple(
@@ -146,6 +147,6 @@ LAWS = (
         ),
         Feature.CHECKPOINT,
         models=(*MODELS, RANDOM_MODEL),
-        kept_because="the only law of a checkpoint of stages",
+        kept_because="the only law that compares a resumed pipeline with the pipeline that saved",
     ),
 )

@@ -1,6 +1,6 @@
-"""Define the laws of state of pipelines across meshes: other stages load it, and so does the plain model.
+"""Define the laws of pipeline state across meshes: pipelines with other stages and the plain model can load it.
 
-Every rank trains the micro-batch of the first data coordinate, so that a gradient is the same on all meshes.
+Every rank trains the micro-batch of the first data coordinate, so the gradient is the same on all meshes.
 """
 
 from __future__ import annotations
@@ -41,28 +41,28 @@ from zharness.mesh import Mesh
 from zharness.parity import Comparison, Mismatch
 from zharness.parity.compare import check_names
 
-MESHES = tuple(map(Mesh.parse, ("pp1", "pp2", "pp4", "tp2,pp2")))  # on pp1 all modules are one stage
+MESHES = tuple(map(Mesh.parse, ("pp1", "pp2", "pp4", "tp2,pp2")))  # on pp1, one stage holds all modules
 WAYS = (TO_OTHERS, FROM_OTHERS)
 TWO_STAGES_ON_A_RANK = ("interleaved", "zbv")
 
 
 def run_shared_batch(ctx: RankContext, engine: Engine, step: int, label: str, micro_batches: int = 1) -> None:
-    """Run the first data coordinate's micro-batch as often as the batch has any, and record its loss and the gradients.
+    """Run a batch that repeats the first data coordinate's micro-batch, and record its loss and the gradients.
 
-    The mean gradient of equal micro-batches is that of one.
+    The mean gradient of equal micro-batches is the gradient of one.
     """
     batch = ctx.spec.micro_batch(ctx.seed, 0, step).to(DTYPES[ctx.config.dtype], ctx.device)
     loss, *_ = train_micro_batches(engine, [batch] * micro_batches, ctx.spec.loss).values()
     ctx.record(f"loss-{label}", {"loss": loss}, step)
     grads = engine.full_grads()
-    check_names("full_grads", engine.full_params(), grads)  # without a gradient there is no state to save
+    check_names("full_grads", engine.full_params(), grads)  # a parameter without a gradient would have no state to save
     ctx.record(f"grads-{label}", grads, step)
 
 
 def choose_training(variant: str) -> MeshTraining:
-    """Return the training of a law variant, whose name ends in the schedule on the cell's mesh if it has one.
+    """Return the training of a law variant; the variant's name may end in the schedule on the cell's mesh.
 
-    A rank of such a schedule has two stages, which are no neighbours in the model.
+    With such a schedule, a rank holds two stages that are not adjacent in the model.
     """
     schedule = variant.removeprefix(TO_OTHERS).removeprefix(FROM_OTHERS).removeprefix("_")
     micro_batches = MICRO_BATCHES if schedule else 1
@@ -71,7 +71,7 @@ def choose_training(variant: str) -> MeshTraining:
 
 
 def explain_tied_grad(ctx: JudgeContext, mismatch: Mismatch, label: str) -> str:
-    """Return the hint that two stages of a rank divided the gradient of their tied weight, if they did."""
+    """Return the hint that two stages of a rank divided the gradient of their tied weight, or '' if they did not."""
     weights = ctx.rank_records(f"params-{label}", SAVED)[0]
     uses = compute_use_means(ctx.baseline, mismatch.parameter, [SAVED] * MICRO_BATCHES, weights, data_ranks=[0])
     grad = ctx.rank_records(f"grads-{label}", SAVED)[mismatch.seen_on][mismatch.parameter]
@@ -84,12 +84,12 @@ def observe_other_mesh(ctx: RankContext) -> None:
 
 
 def judge_other_mesh(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare what each mesh loaded with what was saved, bitwise, and judge the step that follows."""
+    """Compare the state that each mesh loaded bitwise with the saved state, and judge the next step."""
     yield from judge_meshes(ctx, choose_training(ctx.variant))
 
 
 def add_buffers(model: nn.Module, plan: tuple[str, ...]) -> nn.Module:
-    """Give each module that ``plan`` names a buffer with a value of its own, and return the model."""
+    """Add to each module that ``plan`` names a buffer with a different value, and return the model."""
     for number, name in enumerate(dict.fromkeys(plan)):
         model.get_submodule(name).register_buffer("place", torch.tensor([number + 0.5]))
     return model
@@ -112,7 +112,7 @@ def judge_full_state_dict(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     pipeline_law(
         "other_mesh",
-        "what a pipeline saves is loaded bitwise by one of any other stages, and training continues there",
+        "a pipeline with any other stages loads a pipeline's checkpoint bitwise, and continues training from it",
         observe_other_mesh,
         judge_other_mesh,
         (
@@ -125,15 +125,15 @@ LAWS = (
         ),
         Feature.CHECKPOINT,
         Feature.MESH_RESHARD,
-        kept_because="the only law of a pipeline that loads what another number of ranks saved",
+        kept_because="the only law of a pipeline that loads a checkpoint of another number of stages",
     ),
     pipeline_law(
         "full_state_dict",
-        "the full state dict of a pipeline has every key of the plain model, with whole values, on every rank",
+        "on every rank, the full state dict of a pipeline has every key of the plain model, with full tensors",
         observe_full_state_dict,
         judge_full_state_dict,
         (Variant(),),
         Feature.CHECKPOINT,
-        kept_because="the only law of the state dict that leaves a pipeline",
+        kept_because="the only law of the full state dict of a pipeline",
     ),
 )

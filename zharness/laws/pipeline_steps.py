@@ -1,4 +1,4 @@
-"""Define the laws of the group ``pipeline`` about steps that stages have to make alike: a rate, and an overflow."""
+"""Define the laws of the group ``pipeline`` about steps that all stages make in the same way: rates and overflows."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ from zharness.laws.pipeline import (
 from zharness.mesh import TENSOR, Mesh
 from zharness.parity import Comparison, Part, compare_bitwise
 
-# Powers of two, so that a product with a rate is exact. A rate of 1/8 keeps a model of random weights from diverging.
+# Powers of two, so that a product with a rate is exact. With a rate of 1/8, a model of random weights does not diverge.
 HALVING = replace(
     MOMENTUM_SGD, args={"lr": 0.125, "momentum": 0.5, "weight_decay": 0.25}, schedule=(1.0, 0.5, 0.25, 0.125)
 )
-# The rates of the steps that a law makes are integers, so that the weights stay integers.
+# The rates of all steps that a law makes are integers, so the weights stay integers.
 SIGNS_HALVING = replace(BIAS_SIGNS, schedule=(4.0, 2.0, 1.0, 0.5))
 CONSTANT_RATE = (1.0,)
 STEPS = len(HALVING.schedule) - 1
 BATCHES: Mapping[str, BatchShape] = {"": WINDOW, "single": SINGLE}
-# In other models a weight or an output has two uses, and how the sum of their gradients rounds depends on their order.
+# In other models, a weight or an output has two uses, and the rounding of the gradients' sum depends on their order.
 CHAINS = ("chain", RANDOM_MODEL)
-BLOCKS: Mapping[str, int] = {"first": 1, "last": 3}  # of ``chain``, by the stage of two that has them
-HUGE = 2.0**127  # twice as much is no number of float32
-OVERFLOW = BatchShape(WINDOW.micro_batches, factor=2**8)  # so that every gradient other than 0 overflows times HUGE
+BLOCKS: Mapping[str, int] = {"first": 1, "last": 3}  # blocks of ``chain``, by the stage, of two, that holds them
+HUGE = 2.0**127  # float32 cannot hold twice this number
+OVERFLOW = BatchShape(WINDOW.micro_batches, factor=2**8)  # every non-zero gradient times HUGE overflows
 
 
 def select_steps(mesh: Mesh) -> OptimizerSpec:
-    """Return an optimizer whose rate falls; on tp, its steps keep integers, so that sums of parts round nothing."""
+    """Return an optimizer with a falling rate; on tp, its steps keep weights integers, so split sums round nothing."""
     return SIGNS_HALVING if TENSOR in mesh.axes else HALVING
 
 
@@ -65,9 +65,9 @@ def fit_schedule(optimizer: OptimizerSpec, claims: Capabilities) -> OptimizerSpe
 
 
 def observe_learning_rate(ctx: RankContext) -> None:
-    """Make steps, each with its own batch and at a rate that a schedule halves; record what each rank reports after it.
+    """Make steps, each with its own batch, at a rate that a schedule halves; record each rank's rates and state.
 
-    A batch has as many micro-batches as the variant says.
+    The variant sets the number of micro-batches of a batch.
     """
     engine = ctx.build_engine(optimizer=select_steps(ctx.config.mesh))
     ctx.record_training_state(engine, 0)
@@ -81,10 +81,10 @@ def observe_learning_rate(ctx: RankContext) -> None:
 
 
 def judge_learning_rate(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare the losses of each step at the engine's weights, the step, and then the rates of all ranks.
+    """Compare each step's losses with plain PyTorch's at the engine's weights, then the step, then all ranks' rates.
 
-    Gradients are compared with those of plain PyTorch on chains alone. The step is that of the optimizer's formula at
-    its rate, with the engine's own gradients.
+    Without tp, gradients are compared with plain PyTorch's only on chains. The step must be the result of the
+    optimizer's formula at the scheduled rate, with the engine's own gradients.
     """
     optimizer, shape = select_steps(ctx.mesh), BATCHES[ctx.variant]
     for step in range(STEPS):
@@ -103,10 +103,10 @@ def judge_learning_rate(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def overflow_in(model: nn.Module, number: int) -> nn.Module:
-    """Let the weight of block ``number`` alone have an infinite gradient, and return the model.
+    """Make the gradient of the weight of block ``number`` alone infinite, and return the model.
 
-    One input of the block is huge, and what the block multiplies it by is 0, so that no output and no other gradient
-    depends on it: the gradient of this factor is the output's gradient times the input.
+    One input of the block is huge, and the weights that multiply it are 0, so no output and no other gradient depends
+    on it. The gradient of these weights is the output's gradient times the input.
     """
     with torch.no_grad():
         model.get_parameter(f"blocks.{number - 1}.linear.bias")[0] = HUGE
@@ -115,7 +115,7 @@ def overflow_in(model: nn.Module, number: int) -> nn.Module:
 
 
 def observe_not_finite(ctx: RankContext) -> None:
-    """Make a step with a gradient that is infinite or NaN in one stage alone."""
+    """Make a step in which a gradient of one stage alone is infinite or NaN."""
     clip = CLIP if ctx.variant.endswith(CLIPPED) else None
     model = overflow_in(ctx.spec.model(ctx.seed), BLOCKS[ctx.variant.removesuffix(CLIPPED)])
     engine = ctx.build_engine_around(model, optimizer=UNIT_LR_SGD, clip=clip)
@@ -142,7 +142,7 @@ def judge_not_finite(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     pipeline_law(
         "learning_rate",
-        "each step has its rate of the schedule in all stages, its batch's losses and, on chains, their mean gradient",
+        "each step uses the scheduled rate in all stages, and gives its batch's losses and, on chains, mean gradient",
         observe_learning_rate,
         judge_learning_rate,
         tuple(Variant(name) for name in BATCHES),
@@ -152,7 +152,7 @@ LAWS = (
     ),
     pipeline_law(
         "not_finite",
-        "a gradient that is infinite or NaN in one stage alone is applied, skipped or refused by all stages alike",
+        "all stages apply, all skip or all refuse a gradient that is infinite or NaN in one stage alone",
         observe_not_finite,
         judge_not_finite,
         tuple(
@@ -161,6 +161,6 @@ LAWS = (
             for suffix in ("", CLIPPED)
         ),
         models=("chain",),
-        kept_because="the only law of a gradient that is not finite in a part of the stages",
+        kept_because="the only law of a gradient that is not finite in only some stages",
     ),
 )

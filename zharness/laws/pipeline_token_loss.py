@@ -1,4 +1,4 @@
-"""Define the law pipeline.token_loss: a loss over all tokens of a batch that count, whatever each micro-batch has."""
+"""Define the law pipeline.token_loss: a batch's loss is the sum over all its counted tokens divided by their number."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from zharness.parity.certificate import division_exactness
 
 
 def build_loss(data_size: int) -> TokenLoss:
-    """Return the loss of an engine that averages over micro-batches and ``data_size`` coordinates."""
+    """Return the loss for an engine that averages over micro-batches and ``data_size`` coordinates."""
     return TokenLoss(data_size, MICRO_BATCHES, terms=data_size * MICRO_BATCHES)
 
 
@@ -41,7 +41,7 @@ def judge_token_loss(ctx: JudgeContext) -> Iterator[Comparison]:
     loss = build_loss(ctx.data_size)
     micros = [loss.run_plain(ctx.baseline, micro) for micro in range(MICRO_BATCHES)]
     yield from compare_micro_losses(ctx, micros)
-    # DDP may reduce the first batch twice (FINDINGS.md): the mean of three equal means is rounded.
+    # DDP may reduce the first batch twice (FINDINGS.md), and the mean of three equal means is rounded.
     exact = division_exactness(loss.terms) and certify_mean(ctx, loss)
     yield from ctx.compare_reduced_grads("grads", micros, exact=exact)
 
@@ -49,7 +49,7 @@ def judge_token_loss(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     pipeline_law(
         "token_loss",
-        "with unequal padding in micro-batches and on ranks, the loss of a batch is one sum over one number of tokens",
+        "with unequal padding, a batch's loss is the sum over all its tokens on all ranks, divided by their number",
         observe_token_loss,
         judge_token_loss,
         tuple(Variant(name, schedules=(name,), micro_batches=MICRO_BATCHES) for name in SCHEDULES),

@@ -1,6 +1,6 @@
-"""Define the law pipeline.unequal_micro_batches: micro-batches that have several numbers of samples.
+"""Define the law pipeline.unequal_micro_batches: micro-batches may have different numbers of samples.
 
-They have them within one batch, or each batch has another number.
+The numbers differ within one batch, or from batch to batch.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ from zharness.parity.certificate import Exactness, certify_sums, division_exactn
 from zharness.workload import Batch
 from zharness.workload.models import SAMPLES
 
-# The samples of each micro-batch: one grows after a smaller one, they shrink, and they grow. All are powers of two, so
-# that a mean over samples is exact, and the sums of two batches differ.
+# The samples of each micro-batch: a mixed order, a shrinking order and a growing order. All numbers are powers of two,
+# so a mean over samples is exact. Sums of two batches differ.
 UNEQUAL = ((2, 4, 1, 2), (4, 2, 1, 1), (1, 2, 4, 4))
 EQUAL = ((SAMPLES,) * MICRO_BATCHES,)
-ODD_MODEL = "odd_chain"  # the outputs of a stage have another shape than its inputs
-FEWEST_ON_TENSOR = 2  # batches, of both sizes; the weights of a third one may need more bits than float32 has
-Sizes = Sequence[Sequence[int]]  # of the micro-batches of a batch, for the data coordinates in turn
+ODD_MODEL = "odd_chain"  # a stage's outputs have a different shape than its inputs
+FEWEST_ON_TENSOR = 2  # batches, one of each size; weights in a third batch may need more bits than float32 has
+Sizes = Sequence[Sequence[int]]  # the sizes of a batch's micro-batches, for the data coordinates in turn
 
 
 def begin_with(first: int) -> Sizes:
-    """Return the unequal sizes in turn, beginning with number ``first``, so that data coordinates have other sizes."""
+    """Return the unequal sizes in turn from number ``first`` on, so that data coordinates have different sizes."""
     return (*UNEQUAL[first:], *UNEQUAL[:first])
 
 
 def alternate(*samples: int) -> Sequence[Sizes]:
-    """Return batches whose micro-batches all have the first number of ``samples``, the second one, and the first.
+    """Return three batches whose micro-batches all have the first number of ``samples``, the second, and the first.
 
-    The next data coordinate begins with the second number.
+    The next data coordinate starts with the second number.
     """
     first, second = ((number,) * MICRO_BATCHES for number in samples)
     return ((first, second), (second, first), (first, second))
@@ -66,21 +66,21 @@ def alternate(*samples: int) -> Sequence[Sizes]:
 
 @dataclass(frozen=True)
 class Batches:
-    """The batches that a variant runs, and its schedule; '' is the engine's default."""
+    """The batches that a variant runs, and the variant's schedule; '' is the engine's default."""
 
     sizes: Sequence[Sizes]
     schedule: str = ""
 
     @property
     def features(self) -> tuple[Feature, ...]:
-        """What an engine has to claim: micro-batches of several sizes, if a batch has them."""
+        """The features that an engine has to claim: unequal micro-batches, if a batch has different sizes."""
         has_unequal = any(len(set(own)) > 1 for sizes in self.sizes for own in sizes)
         return (Feature.UNEQUAL_MICRO_BATCHES,) if has_unequal else ()
 
 
 WITHIN_A_BATCH: Sequence[Sizes] = tuple(map(begin_with, range(len(UNEQUAL))))
 LARGE_FIRST, SMALL_FIRST = alternate(SAMPLES, SAMPLES // 2), alternate(SAMPLES // 2, SAMPLES)
-IN_A_V = ("dualpipev", "zbv")  # schedules in which the first rank has the first and the last stage
+IN_A_V = ("dualpipev", "zbv")  # schedules in which the first rank holds the first and the last stage
 BATCHES: Mapping[str, Batches] = {
     **{schedule: Batches(WITHIN_A_BATCH, schedule) for schedule in SCHEDULES},
     "after_equal": Batches((EQUAL, begin_with(0), EQUAL)),
@@ -92,7 +92,7 @@ BATCHES: Mapping[str, Batches] = {
 
 
 def cut_batches(batches: Sequence[Batch], sizes: Sizes, data_coordinate: int) -> list[Batch]:
-    """Return the first samples of each micro-batch of a data coordinate, as many as ``sizes`` says."""
+    """Return the first samples of each micro-batch of a data coordinate; ``sizes`` gives the number of samples."""
     own = sizes[data_coordinate % len(sizes)]
     return [cut_batch(batch, samples) for batch, samples in zip(batches, own, strict=True)]
 
@@ -108,7 +108,7 @@ def number_micro_batches(batch: int) -> range:
 
 
 def observe_unequal_micro_batches(ctx: RankContext) -> None:
-    """Run batches of several sizes of micro-batches, each with a step, and record losses, gradients and weights."""
+    """Run batches of micro-batches of several sizes, each with a step, and record losses, gradients and weights."""
     engine = ctx.build_engine(optimizer=BIAS_SIGNS, options=select_schedule(BATCHES[ctx.variant].schedule))
     ctx.record_training_state(engine, 0)
     for number, sizes in enumerate(BATCHES[ctx.variant].sizes):
@@ -122,10 +122,10 @@ def observe_unequal_micro_batches(ctx: RankContext) -> None:
 
 
 def judge_unequal_micro_batches(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare losses and gradients with plain PyTorch's on each micro-batch, and the steps by the optimizer's formula.
+    """Compare losses and gradients with plain PyTorch's on each micro-batch, and steps with the optimizer's formula.
 
-    A batch has the mean gradient of its micro-batches, whatever their sizes: each loss is a mean over its own samples.
-    On tp nothing is compared from the third batch on if a sum of it is rounded.
+    The gradient of a batch is the unweighted mean over its micro-batches, because each loss is a mean over the samples
+    of one micro-batch. On tp, comparisons end with the third batch if a sum of it is rounded.
     """
     for number, sizes in enumerate(BATCHES[ctx.variant].sizes):
         weights = ctx.rank_records("params", number)[0]
@@ -151,7 +151,7 @@ def hint_two_stages(
     weights: Mapping[str, Tensor],
     number: int,
 ) -> Comparison:
-    """Add a hint to a mismatch of a tied weight whose gradient in batch ``number`` two stages divided."""
+    """Add a hint to a mismatch of a tied weight if two stages divided its gradient in batch ``number``."""
     mismatch = comparison.mismatch
     if mismatch is None:
         return comparison
@@ -174,9 +174,10 @@ def run_plain(ctx: JudgeContext, batch: Batch, weights: Mapping[str, Tensor]) ->
 def certify_batch(ctx: JudgeContext, batches: Sequence[Batch], weights: Mapping[str, Tensor]) -> Exactness:
     """Return whether the gradients of ``batches`` at ``weights``, and their mean, are exact.
 
-    The number of terms is a power of two. If an engine divides each term, the terms are integers over their number
-    times the samples of the largest micro-batch, and their sum is no larger than a term. If it divides the sum, the
-    sum is as many times larger, and its terms are integers over the samples alone. Both need the same bits.
+    The number of terms is a power of two. If an engine divides each term, the terms are integers divided by the number
+    of terms times the samples of the largest micro-batch, and the sum of the terms is no larger than a term. If the
+    engine divides the sum, the terms are integers divided by the samples alone, and the sum is larger by the number of
+    terms. Both ways need the same number of bits.
     """
     baseline, terms, dtype = ctx.baseline, len(batches), max(ctx.dtype, ctx.reduce_dtype, key=unit_roundoff)
     certificates = [
@@ -189,7 +190,7 @@ def certify_batch(ctx: JudgeContext, batches: Sequence[Batch], weights: Mapping[
 LAWS = (
     pipeline_law(
         "unequal_micro_batches",
-        "micro-batches of several sizes, in one batch or two, have plain PyTorch's losses, mean gradient and step",
+        "micro-batches of different sizes, in one batch or two, give plain PyTorch's losses, mean gradient and step",
         observe_unequal_micro_batches,
         judge_unequal_micro_batches,
         tuple(

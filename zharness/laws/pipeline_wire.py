@@ -1,4 +1,4 @@
-"""Define the law pipeline.wire: what stages and replicas send has the dtype of the policy, and as many elements."""
+"""Define the law pipeline.wire: messages of stages and replicas have the policy's dtype and the right element count."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from zharness.laws.pipeline import (
 from zharness.mesh import DATA_SHARD, PIPELINE, REPLICATE, TENSOR
 from zharness.parity import Comparison, Tier
 
-FIRST = "first"  # the variant that observes the first batch, in which a schedule may run a stage to learn shapes
+FIRST = "first"  # the variant that observes the first batch, in which a schedule may run a stage to infer shapes
 OBSERVED = 1  # the number of the batch that is observed
 DIRECTIONS = FORWARDS, BACKWARDS = "forwards", "backwards"
 GRADIENTS_OVER_DATA = Channel(GRADIENTS, DATA_SHARD)
@@ -58,7 +58,7 @@ WEIGHTS_OVER_DATA = Channel(WEIGHTS, DATA_SHARD)
 
 
 def observe_wire(ctx: RankContext) -> None:
-    """Run a batch and a step, and record how many elements this rank sent, by kind of message; others come before."""
+    """Run a batch and a step after a first batch, if any, and record the number of sent elements by kind of message."""
     options = select_schedule(ctx.variant) if ctx.variant != FIRST else {}
     model, calls = ctx.spec.model(ctx.seed), {direction: Counter[str]() for direction in DIRECTIONS}
     for name in ctx.spec.pp_plan:
@@ -82,7 +82,7 @@ def observe_wire(ctx: RankContext) -> None:
 def count_call(
     calls: Mapping[str, Counter[str]], name: str, _module: nn.Module, _inputs: Any, output: Tensor | Sequence[Tensor]
 ) -> None:
-    """Count a forward of the module ``name``, and the backwards that come to its first output."""
+    """Count a forward of the module ``name``, and count the backwards that reach the module's first output."""
     calls[FORWARDS][name] += 1
     first, *_ = flatten(output)
     if first.requires_grad:
@@ -90,20 +90,20 @@ def count_call(
 
 
 def has_samples(samples: int, tensor: Tensor) -> bool:
-    """Return whether a tensor is an activation: it has a row for each of a micro-batch's samples, unlike parameters."""
+    """Return whether a tensor is an activation: unlike parameters, it has one row for each sample of a micro-batch."""
     return tensor.dim() > 1 and len(tensor) == samples
 
 
 def judge_wire(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare the dtype of every message with the policy's, and the elements along each axis with the formula.
 
-    Where a module and the next one of the plan are on two ranks, the outputs of each micro-batch are sent once, and
-    their gradients come back once, both in the dtype of the cell. The gradients of a stage are reduced once over the
-    shards of the data, in the reduce dtype, and once over the copies, as many as a shard has. Its weights are gathered
-    along the shards only if ``layout()`` says that no rank has all of them, as often as the engine claims. Along tp the
-    layers of a stage send activations in each forward and backward. The last stage may send all others the losses.
-    Nothing else is sent: nothing along two axes at once, and no broadcast of weights, which DDP makes when it is built.
-    The models have no buffers, which DDP broadcasts in a forward.
+    If a module and the next module of the plan are on two ranks, the outputs of each micro-batch are sent once, and
+    their gradients are sent back once, both in the dtype of the cell. The gradients of a stage are reduced once over
+    the data shards, in the reduce dtype, and once over the copies, as many elements as a shard has. The weights of a
+    stage are all-gathered along the shards only if ``layout()`` says that no rank holds all of them, as often as the
+    engine claims. Along tp, the layers of a stage send activations in each forward and backward. The last stage may
+    send the losses to all other stages. Nothing else is sent: nothing along two axes at once, and no broadcast of
+    weights, which DDP does only at construction. The models have no buffers, which DDP would broadcast in a forward.
     """
     modules = measure_modules(ctx)
     for rank, record in enumerate(ctx.rank_records("sent", OBSERVED)):
@@ -117,10 +117,11 @@ def judge_wire(ctx: JudgeContext) -> Iterator[Comparison]:
 def leave_out_losses(
     ctx: JudgeContext, rank: int, messages: Mapping[Sent, Tensor], modules: Sequence[MeasuredModule]
 ) -> Mapping[Sent, Tensor]:
-    """Return the messages of a rank without those by which a rank of the last stage may tell all stages the losses.
+    """Return the messages of a rank without those in which the last stage may send losses to all stages.
 
-    Together they have no more numbers than the batch has micro-batches. They may have another dtype than the cell, and
-    be other numbers: DeepSpeed sends the mean loss of a replica, and that of all replicas.
+    Messages of losses have together at most as many elements as the batch has micro-batches. They may have another
+    dtype than the cell, and other values than losses of micro-batches: DeepSpeed sends a replica's mean loss, and the
+    mean loss of all replicas.
     """
     copied = [sent for sent in messages if sent.content in (WEIGHTS, BROADCASTS) and sent.axes == PIPELINE]
     is_last = get_stage(ctx, rank) == modules[-1].stage
@@ -131,9 +132,10 @@ def leave_out_losses(
 
 @dataclass(frozen=True)
 class MeasuredModule:
-    """A module of the plan: the coordinate on pp of its parameters, and the elements of these and of what it sends.
+    """A module of the plan, its coordinate on pp, and the numbers of elements of its parameters and messages.
 
-    A rank of tp has ``parameters`` of it. The module sends its ``outputs`` for one micro-batch, and along tp ``split``.
+    ``parameters`` is the number of parameter elements on a rank of tp. ``outputs`` is the number of elements that the
+    module sends to the next stage for one micro-batch, and ``split`` the numbers that it sends along tp.
     """
 
     name: str
@@ -151,7 +153,7 @@ def explain_elements(
     channel: Channel,
     elements: float,
 ) -> str:
-    """Return what may have happened if a rank of ``stage`` sent so many elements over the data; or ''."""
+    """Return a likely cause if a rank of ``stage`` sent a wrong number of elements to data-parallel ranks, or ''."""
     least, most = ranges[channel]
     if channel == WEIGHTS_OVER_DATA and elements > most > 0:
         return f"the engine claims that it gathers weights {ctx.claims.gathers.value}"
@@ -163,14 +165,14 @@ def explain_elements(
 
 
 def describe_one_module(modules: Sequence[MeasuredModule], stage: int, elements: float) -> str:
-    """Return which module of ``stage`` has so many elements of parameters, where the stage has several; '' if none."""
+    """Name a module of ``stage`` with this many parameter elements; return '' if none, or if the stage has just one."""
     own = [module for module in modules if module.stage == stage]
     names = [module.name for module in own if module.parameters == elements] if len(own) > 1 else []
     return f"as many as one module of the stage has, such as {names[0]}" if names else ""
 
 
 def list_ranges(ctx: JudgeContext, rank: int, modules: Sequence[MeasuredModule]) -> dict[Channel, Range]:
-    """Return the least and the largest number of elements that a rank may send, by channel."""
+    """Return the smallest and largest number of elements that a rank may send, by channel."""
     stage = get_stage(ctx, rank)
     to_stages = {
         Channel(ACTIVATIONS, PIPELINE, str(other)): (elements, elements)
@@ -182,7 +184,7 @@ def list_ranges(ctx: JudgeContext, rank: int, modules: Sequence[MeasuredModule])
         forward * module.split.forward + backward * module.split.backward
         for module, forward, backward in zip(own, forwards, backwards, strict=True)
     )
-    # The forward that learns shapes gathers weights in any case.
+    # The forward that infers shapes all-gathers weights in any case.
     is_once = ctx.claims.gathers is WeightGathers.ONCE
     gathers = 1 + max(forwards) - MICRO_BATCHES if is_once else max(forwards) + max(backwards)
     split = {Channel(ACTIVATIONS, TENSOR): (along_tensor, along_tensor)}
@@ -190,18 +192,18 @@ def list_ranges(ctx: JudgeContext, rank: int, modules: Sequence[MeasuredModule])
 
 
 def count_calls(ctx: JudgeContext, rank: int, module: MeasuredModule, direction: str) -> int:
-    """Return how many forwards or backwards of a module are right on ``rank``: one for each micro-batch.
+    """Return the right number of forwards or backwards of a module on ``rank``: one for each micro-batch.
 
-    In the first batch there may be one more, which learns shapes; a first stage has no backward of it.
+    In the first batch there may be one more, which infers shapes; the first stage runs no backward for it.
     """
     observed = int(ctx.rank_records(direction, OBSERVED)[rank][module.name])
     return min(max(observed, MICRO_BATCHES), MICRO_BATCHES + int(ctx.variant == FIRST))
 
 
 def list_data_ranges(ctx: JudgeContext, rank: int, gathers: int) -> dict[Channel, Range]:
-    """Return the least and the largest number of elements that a rank may send along the data.
+    """Return the smallest and largest number of elements that a rank may send along the data-parallel axes.
 
-    It gathers weights ``gathers`` times at most.
+    The rank all-gathers weights at most ``gathers`` times.
     """
     stage, shape = get_stage(ctx, rank), ctx.mesh.shape(ctx.world_size)
     shards, copies = shape[DATA_SHARD], shape[REPLICATE]
@@ -213,7 +215,7 @@ def list_data_ranges(ctx: JudgeContext, rank: int, gathers: int) -> dict[Channel
     sizes = measure_parameters(own, ctx.baseline.spec.tp_plan, ctx.mesh.size(TENSOR), shards)
     owned = sum(stop - start for name in own for start, stop in list_owned_spans(ctx, rank, name, own[name].numel()))
     are_sharded, reduced = owned < sizes.local, (sizes.local, sizes.local + sizes.padding)
-    if copies > 1 and shards > 1 and not are_sharded:  # all ranks of the data have all weights, and are one group
+    if copies > 1 and shards > 1 and not are_sharded:  # data-parallel ranks with all weights form one group
         return {Channel(GRADIENTS, f"{REPLICATE},{DATA_SHARD}"): reduced}
     return {
         GRADIENTS_OVER_DATA: reduced if shards > 1 else NOTHING,
@@ -223,12 +225,12 @@ def list_data_ranges(ctx: JudgeContext, rank: int, gathers: int) -> dict[Channel
 
 
 def range_of_gathers(sizes: AxisSizes, shards: int, most: int) -> Range:
-    """Return the elements of weights that a rank with a part of them may send in one and in ``most`` gathers."""
+    """Return the numbers of weight elements that a rank with one shard sends in one and in ``most`` all-gathers."""
     return (sizes.local - sizes.padding) / shards, most * (sizes.local + sizes.padding) / shards
 
 
 def list_stage_messages(stage: int, modules: Sequence[MeasuredModule]) -> Counter[int]:
-    """Return the elements that the ranks of ``stage`` send to each other coordinate on pp in a batch."""
+    """Return the number of elements that a rank of ``stage`` sends to each other coordinate on pp in a batch."""
     elements: Counter[int] = Counter()
     for module, following in pairwise(modules):
         if module.stage != following.stage and stage in (module.stage, following.stage):
@@ -238,7 +240,7 @@ def list_stage_messages(stage: int, modules: Sequence[MeasuredModule]) -> Counte
 
 
 def measure_modules(ctx: JudgeContext) -> list[MeasuredModule]:
-    """Return the modules of the plan, in their order, measured in a forward of the plain model."""
+    """Return the modules of the plan in order, with element counts measured in a forward of the plain model."""
     model, spec = ctx.baseline.build_module(), ctx.baseline.spec
     outputs: dict[str, int] = {}
 
@@ -257,7 +259,7 @@ def measure_modules(ctx: JudgeContext) -> list[MeasuredModule]:
 def measure_module(
     ctx: JudgeContext, model: nn.Module, name: str, outputs: int, split: Mapping[str, Activations]
 ) -> MeasuredModule:
-    """Return the module ``name``, all of whose parameters are on one coordinate of pp."""
+    """Measure the module ``name``; all parameters of the module are on one coordinate of pp."""
     shapes = {f"{name}.{each}": param.shape for each, param in model.get_submodule(name).named_parameters()}
     (stage,) = set.intersection(*(find_stages(ctx, each, shape.numel()) for each, shape in shapes.items()))
     own = measure_parameters(shapes, ctx.baseline.spec.tp_plan, ctx.mesh.size(TENSOR), shards=1).local
@@ -268,7 +270,7 @@ def measure_module(
 
 _LAW = pipeline_law(
     "wire",
-    "each border of two stages is crossed once in each direction, gradients are reduced once, and nothing else is sent",
+    "each micro-batch crosses each stage border once per direction, gradients are reduced once, nothing else is sent",
     observe_wire,
     judge_wire,
     (
@@ -280,7 +282,7 @@ _LAW = pipeline_law(
     ),
     Feature.VISIBLE_COLLECTIVES,
     models=("chain", "skips"),
-    kept_because="the only law of dtypes and elements that stages send",
+    kept_because="the only law of the dtypes and element counts of stages' messages",
 )
 
 LAWS = (replace(_LAW, tier=Tier.EXACT, dtypes=("fp32", "bf16"), weights_stay_integers=False),)

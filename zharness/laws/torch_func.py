@@ -26,8 +26,8 @@ DIFFERENTIABLE = ("mlp", "conv", "exact")
 
 ACCUMULATIONS = (1, 4)
 
-# The summation order of a matrix-vector product depends on the matrix's alignment in bytes, and an engine may keep its
-# weights as views of a flat buffer: the baseline's weights get the alignment of the engine's.
+# The summation order of a matrix-vector product depends on the matrix's alignment in bytes. An engine may keep its
+# weights as views of a flat buffer, so the judge gives the baseline's weights the alignment of the engine's weights.
 ALIGNMENT = 64
 
 Call = Callable[[Tensor], Tensor]
@@ -275,7 +275,7 @@ def transform_law(
     *,
     kept_because: str,
 ) -> Law:
-    """Build the law that compares one torch.func transform of an engine with that of a plain model."""
+    """Build the law that compares one torch.func transform of an engine with the same transform of a plain model."""
     return Law(
         name=f"torch_func.{name}",
         statement=statement,
@@ -308,7 +308,7 @@ LAWS = (
         grad,
         DIFFERENTIABLE,
         TORCH_FUNC_FEATURES,
-        kept_because="the shortest transform: the first one to read in a report",
+        kept_because="the shortest transform: read it first in a report",
     ),
     transform_law(
         "vmap_grad",
@@ -320,46 +320,46 @@ LAWS = (
     ),
     transform_law(
         "grad_and_value",
-        "grad_and_value of the engine is plain PyTorch's, and its value is the forward's",
+        "grad_and_value of the engine is plain PyTorch's, and its value equals the loss of a forward",
         grad_and_value,
-        kept_because="the transform that fused losses call, with the value beside the gradient",
+        kept_because="the transform that fused losses call, with a value in addition to the gradient",
     ),
     transform_law(
         "has_aux",
-        "grad with an auxiliary output is plain PyTorch's in both",
+        "grad with has_aux gives plain PyTorch's gradient and auxiliary output",
         has_aux,
         kept_because="the only transform with an output that is not differentiated, and with inputs by keyword",
     ),
     transform_law(
         "vjp",
-        "vjp of the engine is plain PyTorch's, also if its pullback is called after the forward has ended",
+        "vjp of the engine is plain PyTorch's, also if the vjp function is called after the forward has ended",
         vjp,
-        kept_because="its pullback runs after the forward, when a stage-3 engine has freed the full weights",
+        kept_because="the vjp function runs after the forward, when a stage-3 engine has freed the full weights",
     ),
     transform_law(
         "jvp",
-        "forward mode through the engine is plain PyTorch's",
+        "jvp (forward mode) of the engine is plain PyTorch's",
         jvp,
         VECTOR_MODELS,
-        kept_because="forward mode alone: an autograd.Function without a jvp rule raises in no other law",
+        kept_because="the only law of forward mode alone: an autograd.Function without a jvp rule raises",
     ),
     transform_law(
         "jacrev",
         "jacrev of the engine is plain PyTorch's for 1-D, 2-D and batched inputs",
         jacrev,
         VECTOR_MODELS,
-        kept_because="vmap over a pullback: an autograd.Function without a vmap rule raises",
+        kept_because="runs vmap over a vjp: an autograd.Function without a vmap rule raises",
     ),
     transform_law(
         "jacfwd",
         "jacfwd of the engine is plain PyTorch's for 1-D, 2-D and batched inputs",
         jacfwd,
         VECTOR_MODELS,
-        kept_because="vmap over forward mode",
+        kept_because="runs vmap over forward mode",
     ),
     transform_law(
         "hessian",
-        "the Hessian of the engine is plain PyTorch's, forward over reverse and reverse over reverse",
+        "the Hessian of the engine, forward over reverse and reverse over reverse, is plain PyTorch's",
         hessian,
         VECTOR_MODELS,
         kept_because="one transform within another: two levels are active at once",
@@ -372,13 +372,13 @@ LAWS = (
     ),
     transform_law(
         "functional_call",
-        "parameter gradients by functional_call over full_params are this rank's own",
+        "functional_call with full_params gives the parameter gradients of this rank's own loss",
         functional_call,
         kept_because="the engine's modules compute with parameters that the caller passes",
     ),
     transform_law(
         "identities",
-        "rows of jacrev are gradients, and vmap(grad) is the number of samples times grad of the mean loss",
+        "rows of jacrev equal autograd.grad, and vmap(grad) is the number of samples times grad of the mean loss",
         identities,
         EXACT_MODELS,
         (Feature.TORCH_FUNC, Feature.TRANSFORMS, Feature.TENSOR_BACKWARD),
@@ -386,9 +386,9 @@ LAWS = (
     ),
     transform_training_law(
         inside_forward,
-        "a forward or a loss that uses torch.func itself, on a weight, trains as in plain PyTorch",
+        "a forward or a loss that applies torch.func to a weight trains as in plain PyTorch",
         Feature.OUTSIDE_FORWARD,
-        kept_because="a transform within training: a released engine failed this law and no other",
+        kept_because="a transform within training: a released engine failed this law and no other law",
     ),
     transform_training_law(
         through_transforms,

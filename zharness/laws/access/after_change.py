@@ -1,7 +1,7 @@
-"""Define the law access.after_change: what is read by name is what the engine trains with, whatever happened before.
+"""Define the law access.after_change: reads by name return the tensors that the engine trains with, after any change.
 
-The law reads every tensor, changes weights or optimizer state, reads again, and makes a step. An engine that keeps a
-copy of what it has read or written, or that finds state by another parameter's group, returns something else.
+The law reads every tensor, changes weights or optimizer state, reads again, and makes a step. The law finds an engine
+that returns an old copy of a tensor, or that looks up optimizer state in another parameter's group.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from zharness.laws.access.common import (
 )
 from zharness.parity import Comparison, Part
 
-# Layers of one shape are in different groups, so that state found by shape belongs to another group.
+# Layers of one shape are in different groups, so an engine that finds state by shape returns another group's state.
 GROUPED_ADAM = OptimizerSpec(
     EXACT_ADAM.name, EXACT_ADAM.args, (GroupSpec("second.*", {"lr": 2.0**-4, "betas": (0.75, 0.5)}),)
 )
@@ -66,7 +66,7 @@ FEATURES: Mapping[str, tuple[Feature, ...]] = {
 
 LOADING = (LOADED, WRITTEN_STATE_LOADED)
 
-WRITTEN_MODELS = (SIMILAR, ALIGNED)  # an engine may fail on padded shards alone, which only the first model has
+WRITTEN_MODELS = (SIMILAR, ALIGNED)  # an engine may fail only on padded shards, which only SIMILAR has
 
 BEFORE, CHANGED, AFTER = range(3)  # the times at which everything is read
 
@@ -180,7 +180,7 @@ def record_readings(ctx: RankContext, engine: Engine, time: int) -> None:
 
 
 def judge_after_change(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare what was read by name with the full tensors and with what the change should give, and judge the step."""
+    """Compare tensors read by name with the full tensors and with the result of the change, and judge the step."""
     writes_weights = ctx.variant.removesuffix(BEFORE_STEP) == WRITTEN_PARAM
     for time in (BEFORE, CHANGED, AFTER):
         if time == CHANGED:
@@ -199,7 +199,7 @@ def judge_after_change(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     access_law(
         "after_change",
-        "what is read by name stays what the engine trains with after a write, an edit, a load and an idle step",
+        "reads by name return the tensors that the engine trains with after a write, an edit, a load and an idle step",
         observe_after_change,
         judge_after_change,
         features=(Feature.READ_OUT,),
@@ -209,6 +209,6 @@ LAWS = (
         ),
         dtypes=("fp32",),  # on 4 ranks an edited weight is rounded to bf16 before the step
         weights_stay_integers=False,
-        kept_because="the only law that reads the same tensors before and after they change in other ways than a step",
+        kept_because="the only law that reads the same tensors before and after changes that are not steps",
     ),
 )

@@ -21,7 +21,7 @@ from zharness.workload.generators import draw_on_cpu
 
 SIMILAR, ALIGNED = "similar", "aligned"
 ACCUMULATION_STEPS = 2  # a power of two, by which a division is exact
-CLIP = 2.0**-6  # far below the norm of the gradients
+CLIP = 2.0**-6  # far below the norm of the gradients, so that it clips
 # With these settings every entry of the state is a multiple of the gradients by a power of two.
 MOMENTUM_SGD = OptimizerSpec(name="sgd", args={"lr": 0.5, "momentum": 0.5})
 EXACT_ADAM = OptimizerSpec(name="adam", args={"lr": 2.0**-6, "betas": (0.5, 0.75), "eps": 2.0**-10})
@@ -66,7 +66,7 @@ def read_all(names: Iterable[str], read: Callable[[str], Tensor | None]) -> dict
 
 
 def write_copy(write: Callable[[Tensor], None], value: Tensor) -> None:
-    """Call ``write`` with a copy of ``value`` and then overwrite the copy, as its owner may do.
+    """Call ``write`` with a copy of ``value``, and then overwrite the copy, as a caller may do.
 
     A matrix is passed with the strides of a transposed tensor.
     """

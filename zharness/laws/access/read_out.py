@@ -39,8 +39,8 @@ from zharness.parity import Comparison, Part, compare_bitwise
 
 CLIPPED, WINDOW = "clipped", "window"
 UNFROZEN = "unfrozen"  # the layer that is frozen when the engine is built is unfrozen before the first read
-THIRD = 1 / 3  # no narrow dtype holds it
-STEPS = 2  # the second step shows what the first one left behind
+THIRD = 1 / 3  # no dtype narrower than float64 holds this value exactly
+STEPS = 2  # the second step shows gradients that the first step left behind
 FP16_AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "fp16"}}
 
 
@@ -130,7 +130,7 @@ def judge_windows(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare each reading of a gradient with the mean over ranks of the gradient that is accumulated at this point.
 
     Each loss is divided by the number of micro-batches in the accumulation window. If gradients were read inside the
-    window, its step has to apply those that were read last.
+    window, the step of the window has to apply the gradients that were read last.
     """
     for boundary in range(STEPS):
         window, params = accumulation_window(boundary), ctx.rank_records("params", boundary)[0]
@@ -151,8 +151,8 @@ def judge_windows(ctx: JudgeContext) -> Iterator[Comparison]:
 def observe_read_param(ctx: RankContext) -> None:
     """Read every weight before training, after a backward and after the step.
 
-    One law variant also reads every weight inside an accumulation window. Another unfreezes weights before the first
-    read, whose values in the model that was passed to the engine are recorded.
+    One law variant also reads every weight inside an accumulation window. Another records the frozen weights of the
+    model, builds the engine around the model, and unfreezes the weights before the first read.
     """
     in_window = ctx.variant == WINDOW
     accumulation = {"accumulation_steps": ACCUMULATION_STEPS, "accumulation_owner": AccumulationOwner.ENGINE}
@@ -166,7 +166,7 @@ def observe_read_param(ctx: RankContext) -> None:
     read = read_all(names, access.read_param)
     ctx.record("read", read, 0)
     for copy in read.values():
-        copy.fill_(torch.nan)  # the caller owns what it has read
+        copy.fill_(torch.nan)  # the caller owns the tensors that a read returned
     if in_window:
         train_micro_batch(ctx, engine, 0)
         engine.step()
@@ -234,7 +234,8 @@ def judge_read_frozen(ctx: JudgeContext) -> Iterator[Comparison]:
 def observe_read_state(ctx: RankContext) -> None:
     """Read the optimizer's state after each of two steps, and record the numbers from which the steps computed it.
 
-    What was read after the first step is recorded again after the second, because a copy does not change.
+    The tensors that were read after the first step are recorded again after the second step: the second step must not
+    change them, because a read returns copies.
     """
     optimizer = STATE_OPTIMIZERS[ctx.variant]
     engine = ctx.build_engine(optimizer=optimizer)
@@ -269,7 +270,7 @@ def judge_read_state(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     access_law(
         "read_grad",
-        "a gradient that is read before the step is that of the named parameter: reduced, full, unscaled, unclipped",
+        "a gradient read by name before the step is the named parameter's: reduced, full, unscaled and unclipped",
         observe_read_grad,
         judge_read_grad,
         features=(Feature.READ_OUT,),
@@ -278,7 +279,7 @@ LAWS = (
     ),
     access_law(
         "read_scaled_grad",
-        "a gradient that is read under a dynamic loss scale is the unscaled one that the step applies",
+        "a gradient read under a dynamic loss scale is unscaled, and is the gradient that the step applies",
         observe_read_scaled_grad,
         judge_read_scaled_grad,
         features=(Feature.READ_OUT, Feature.AUTOCAST_SCALER),
@@ -288,7 +289,7 @@ LAWS = (
     ),
     access_law(
         "read_accumulated_grad",
-        "a gradient that is read at an accumulation boundary is the window's mean",
+        "a gradient read at an accumulation boundary is the mean over the window's micro-batches",
         observe_read_grad_at_boundary,
         judge_windows,
         features=(Feature.READ_OUT,),
@@ -297,7 +298,7 @@ LAWS = (
     ),
     access_law(
         "read_grad_in_window",
-        "a gradient that is read inside an accumulation window is the reduced sum so far, and reading changes nothing",
+        "a gradient read inside an accumulation window is the reduced sum so far, and reading it changes nothing",
         observe_read_grad_in_window,
         judge_windows,
         features=(Feature.READ_OUT, Feature.WINDOW_READ_OUT),
@@ -306,7 +307,7 @@ LAWS = (
     ),
     access_law(
         "read_param",
-        "a weight that is read before, during or after a step is the named one that the optimizer updates",
+        "a weight read by name before, during or after a step is the named weight that the optimizer updates",
         observe_read_param,
         judge_read_param,
         features=(Feature.READ_OUT,),
@@ -320,17 +321,17 @@ LAWS = (
     ),
     access_law(
         "read_frozen",
-        "reading a frozen parameter gives its own weight or none, and neither a gradient nor optimizer state",
+        "reading a frozen parameter returns its weight or None, and no gradient or optimizer state",
         observe_read_frozen,
         judge_read_frozen,
         features=(Feature.READ_OUT,),
         variants=(Variant(compares_engine_with_itself=True),),
         weights_stay_integers=False,
-        kept_because="the only law that reads a parameter which the optimizer does not update",
+        kept_because="the only law that reads parameters that the optimizer does not update",
     ),
     access_law(
         "read_state",
-        "an entry of optimizer state that is read after a step is that of the named parameter",
+        "optimizer state read by name after a step is the state of the named parameter",
         observe_read_state,
         judge_read_state,
         features=(Feature.READ_OUT,),

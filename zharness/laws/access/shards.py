@@ -70,7 +70,7 @@ def judge_read_shard(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     access_law(
         "read_shard",
-        "this rank's shard of a named gradient, weight or state has the elements that layout() assigns to the rank",
+        "a shard of a gradient, weight or state read by name holds the elements that layout() assigns to the rank",
         observe_read_shard,
         judge_read_shard,
         features=(Feature.SHARD_ACCESS,),

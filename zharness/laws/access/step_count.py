@@ -1,4 +1,4 @@
-"""Define the law access.step_count: the step count that is read by name is that of the named parameter, and a copy."""
+"""Define the law access.step_count: a read by name returns a copy of the named parameter's step count."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from zharness.parity.compare import check_names
 
 STEPS = 3
 IDLE_STEP = 1  # in the variant IDLE, the step that does not use the layer IDLE_LAYER
-CALLERS_VALUE = 100.0  # what the caller writes into the tensors that it has read
+CALLERS_VALUE = 100.0  # the caller writes this value into the tensors that it has read
 
 
 def observe_step_count(ctx: RankContext) -> None:
-    """Make steps, and after each one read the step count of every trained parameter and overwrite what was read."""
+    """Make steps; after each step, read every trained parameter's step count and overwrite the returned tensors."""
     engine = ctx.build_engine(optimizer=EXACT_ADAM)
     access, names = require_read_out(engine), trained_names(engine)
     for step in range(STEPS):
@@ -51,7 +51,7 @@ def judge_step_count(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     access_law(
         "step_count",
-        "the step count that is read by name counts the steps that used the parameter, and overwriting it is harmless",
+        "a step count read by name is the number of steps that used the parameter, and overwriting it changes nothing",
         observe_step_count,
         judge_step_count,
         features=(Feature.READ_OUT, Feature.STEP_READ_OUT),

@@ -52,14 +52,14 @@ from zharness.parity.compare import check_names
 from zharness.workload.exact_blocks import make_wide
 
 ONE, TWICE, CLIPPED, SHARD, CLIPPED_SHARD = "one", "twice", "clipped", "shard", "clipped_shard"
-IDLE = "idle"  # the gradients of a layer that the step does not use
+IDLE = "idle"  # the variant writes the gradients of a layer that the step does not use
 IDLE_LAYER = "third."
 INSIDE = "inside_"  # the start of the names of variants that write inside an accumulation window, before its last batch
 BEFORE_FORWARD, BEFORE_STEP, FORWARD, FORWARD_SHARD = "before_forward", "before_step", "forward", "forward_shard"
-FLOAT64 = "float64"  # the weights of WIDE_LAYER are float64, and get values that no narrower dtype holds
+FLOAT64 = "float64"  # WIDE_LAYER has float64 weights, and gets values that no narrower dtype holds
 WIDE_LAYER = "third"
-EVALUATED = "evaluated"  # as FORWARD, with a forward in evaluation mode before the write and one after it
-# Shards of ``similar`` are padded, and those of ``aligned`` are not: an engine may fail on the padded ones alone.
+EVALUATED = "evaluated"  # FORWARD plus a forward in evaluation mode before and after the write
+# Shards of ``similar`` are padded and shards of ``aligned`` are not: an engine may fail on padded shards alone.
 WRITTEN_MODELS = (SIMILAR, ALIGNED)
 SHARD_VARIANTS = (SHARD, CLIPPED_SHARD, FORWARD_SHARD)
 FORWARD_VARIANTS = (FORWARD, FORWARD_SHARD, EVALUATED)
@@ -102,19 +102,19 @@ def observe_write_grad(ctx: RankContext) -> None:
 
 
 def find_owner(variant: str) -> AccumulationOwner | None:
-    """Return who owns the accumulation window of a law variant of ``write_grad``, or None if it has no window."""
+    """Return the accumulation owner of a law variant of ``write_grad``, or None if the variant has no window."""
     return next((owner for owner in AccumulationOwner if owner.value == variant.removeprefix(INSIDE)), None)
 
 
 def write_before_step(ctx: RankContext, engine: Engine, values: Mapping[str, Tensor]) -> None:
-    """Replace the gradients by ``values`` at the end of the accumulation window, in the way of the law variant."""
+    """Replace the gradients by ``values`` at the end of the accumulation window, as the law variant says."""
     if ctx.variant == TWICE:
         write_grads(ctx, engine, new_values(values, ctx.seed + 1))
     write_grads(ctx, engine, select_written(ctx.variant, values))
 
 
 def select_written(variant: str, values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return those of ``values`` that the law variant writes: one of them, those of an idle layer, or all."""
+    """Return the entries of ``values`` that the law variant writes: one entry, those of an idle layer, or all."""
     if variant == IDLE:
         return {name: value for name, value in values.items() if name.startswith(IDLE_LAYER)}
     return dict([list(values.items())[len(values) // 2]]) if variant == ONE else values
@@ -134,12 +134,12 @@ def write_grads(ctx: RankContext, engine: Engine, values: Mapping[str, Tensor]) 
 def judge_write_grad(ctx: JudgeContext) -> Iterator[Comparison]:
     """Check that the engine returns the new gradients, and that the norm, the clipping and the update use them.
 
-    Where they were written inside the accumulation window, the last micro-batch is added to them.
+    If they were written inside the accumulation window, the gradient of the last micro-batch is added to them.
     """
     if ctx.variant.startswith(INSIDE):
         yield from judge_written_inside(ctx)
         return
-    if ctx.variant == IDLE:  # an engine may have to be told of weights that a step does not use
+    if ctx.variant == IDLE:  # an engine may need an option for weights that a step does not use, as DDP does
         for comparison in compare_record_of_ranks(ctx, "grads", 0, 0):
             yield add_hint(comparison, "the ranks report different gradients")
     records = zip(ctx.rank_records("grads"), ctx.rank_records("written"), ctx.rank_records("read"), strict=True)
@@ -159,7 +159,7 @@ def judge_write_grad(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def judge_written_inside(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Check that the gradients of the step are the written ones plus that of the last micro-batch of the window."""
+    """Check that the step's gradients are the written gradients plus the gradient of the window's last micro-batch."""
     micros = range(ACCUMULATION_STEPS)
     divided = [ctx.compute_local_grads(micro, weigh=divide_loss_by(ACCUMULATION_STEPS)) for micro in micros]
     written = LocalResult(divided[0][0].loss, dict(ctx.rank_records("written")[0]))
@@ -297,7 +297,7 @@ def observe_write_state(ctx: RankContext) -> None:
 
 
 def find_optimizer(variant: str) -> OptimizerSpec:
-    """Return the optimizer of a law variant of ``write_state``, whose name begins with that of the optimizer."""
+    """Return the optimizer of a law variant of ``write_state``; the variant's name begins with the optimizer's."""
     return STATE_OPTIMIZERS[variant.partition("_")[0]]
 
 
@@ -334,7 +334,7 @@ def write_variant(name: str = "", *features: Feature) -> Variant:
 LAWS = (
     access_law(
         "write_grad",
-        "a gradient that is replaced before the step is read back, and norm, clipping and update use it",
+        "after a gradient is replaced before the step, reads return the new gradient, and norm, clip and step use it",
         observe_write_grad,
         judge_write_grad,
         features=(Feature.READ_OUT,),
@@ -358,7 +358,7 @@ LAWS = (
     ),
     access_law(
         "write_param",
-        "a weight that is replaced is read back, and the next step starts from it",
+        "after a weight is replaced, reads return the new weight, and the next step starts from it",
         observe_write_param,
         judge_write_param,
         features=(Feature.READ_OUT,),
@@ -372,7 +372,7 @@ LAWS = (
     ),
     access_law(
         "write_state",
-        "an entry of optimizer state that is replaced is read back, and the next step starts from it",
+        "after an entry of optimizer state is replaced, reads return the new value, and the next step starts from it",
         observe_write_state,
         judge_write_state,
         features=(Feature.READ_OUT,),

@@ -14,8 +14,8 @@ from zharness.workload import Batch
 from zharness.workload.models import SAMPLES
 
 WINDOWS = 3
-ROW_DIMS = 2  # of inputs whose samples are rows
-ORDERS = ((0, 1, 2), (2, 0, 1), (1, 1, 0, 2))  # of the experts; the last order uses one of them twice
+ROW_DIMS = 2  # the dimensions of inputs whose samples are rows
+ORDERS = ((0, 1, 2), (2, 0, 1), (1, 1, 0, 2))  # orders of the experts; the last order uses one expert twice
 
 
 def count_rows(rank: int, window: int, micro: int) -> int:
@@ -30,9 +30,9 @@ def select_rows(batch: Batch, rank: int, window: int, micro: int) -> tuple[Tenso
 
 
 def select_equal_rows(batch: Batch, _rank: int, window: int, micro: int) -> tuple[Tensor, Tensor]:
-    """Return the inputs and targets of the first rows of a micro-batch, as many on every rank.
+    """Return the inputs and targets of the first rows of a micro-batch, equally many rows on every rank.
 
-    So an engine is judged too whose ranks have to agree on the number of rows.
+    This also tests engines that need equal batch sizes on all ranks.
     """
     return select_rows(batch, 0, window, micro)
 
@@ -46,7 +46,8 @@ def select_no_rows_on_rank_0(batch: Batch, rank: int, window: int, micro: int) -
 def select_sequence(batch: Batch, rank: int, window: int, micro: int) -> tuple[Tensor, Tensor]:
     """Return one sequence of several rows, of shape (1, rows, features).
 
-    The number of rows differs between accumulation windows. Of inputs that are sequences some have half of the tokens.
+    The number of rows differs between accumulation windows. If the inputs are sequences, some keep half of their
+    tokens.
     """
     rows = count_rows(rank, window, micro)
     if batch.inputs.dim() > ROW_DIMS:
@@ -97,13 +98,13 @@ LAWS = (
     window_law(
         "batches.shapes",
         make_shape_scenarios(),
-        "micro-batches of different sizes and shapes, empty ones among them, count by the sum of their gradients",
+        "gradients of micro-batches of different sizes and shapes, also of empty ones, add up as in plain PyTorch",
         kept_because="the only micro-batches whose shapes differ between steps and between ranks",
     ),
     window_law(
         "batches.module_order",
         {"": IN_CHANGING_ORDER, "2_by_engine": make_accumulated(IN_CHANGING_ORDER, "2_by_engine")},
-        "the modules of a model may run in another order in each forward, and one of them several times",
-        kept_because="the only model whose order of modules changes: prefetching by the last order meets another one",
+        "gradients are right if modules run in a different order in each forward, and one module several times",
+        kept_because="the only changing module order: catches an engine that prefetches in the previous step's order",
     ),
 )

@@ -1,4 +1,4 @@
-"""Define functions and constants that several laws about circumstances of training use."""
+"""Define functions and constants that several laws about unusual training use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zharness.workload.exact_blocks import EXPERTS
 
 ALL_EXPERTS = tuple(range(EXPERTS))
 
-# The accumulation of a window by its name in a law variant: the number of micro-batches, and who divides their sum.
+# Maps an accumulation's name in a law variant to the number of micro-batches and the owner that divides their sum.
 ACCUMULATIONS = {
     "1": (1, AccumulationOwner.CALLER),
     "2_by_engine": (2, AccumulationOwner.ENGINE),

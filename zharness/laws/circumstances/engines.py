@@ -79,7 +79,7 @@ def judge_one_closed(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     Law(
         name="engines.one_closed",
-        statement="an engine trains on as in plain PyTorch while another one of the same process is closed",
+        statement="an engine keeps training as plain PyTorch does when another engine of the same process is closed",
         tier=Tier.EXACT,
         models=("experts",),
         observe=observe_one_closed,
@@ -87,6 +87,6 @@ LAWS = (
         features=(Feature.PARAMETERS,),
         variants=tuple(map(Variant, (BEFORE_STEPS, BETWEEN_STEPS, BEFORE_BACKWARD, AFTER_BACKWARD))),
         dtypes=("fp32",),
-        kept_because="the only law that closes one of several engines and goes on training",
+        kept_because="the only law that closes one of several engines and continues to train the others",
     ),
 )

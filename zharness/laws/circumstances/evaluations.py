@@ -13,7 +13,7 @@ EVALUATION_BATCH = 16  # no window trains this micro-batch
 
 
 def train_and_evaluate(participant: Participant, window: int, micro: int) -> NamedTensors:
-    """Train one micro-batch, evaluate another in training and in evaluation mode, and return both outputs."""
+    """Train one micro-batch, run another one under no_grad in training and in evaluation mode, and return both outputs."""
     train_whole_model(participant, window, micro)
     inputs = participant.get_batch(EVALUATION_BATCH).inputs
     with torch.no_grad():
@@ -25,7 +25,7 @@ def train_and_evaluate(participant: Participant, window: int, micro: int) -> Nam
 
 
 def train_in_evaluation_mode(participant: Participant, window: int, micro: int) -> None:
-    """Train one micro-batch while the model is in evaluation mode, as for frozen batch statistics."""
+    """Train one micro-batch while the model is in evaluation mode, as users do to freeze batch statistics."""
     participant.module.eval()
     train_whole_model(participant, window, micro)
     participant.module.train()
@@ -38,13 +38,13 @@ LAWS = (
     window_law(
         "window.evaluated",
         {"": EVALUATED, **{name: make_accumulated(EVALUATED, name) for name in ACCUMULATIONS}},
-        "forwards under no_grad after each micro-batch of a window have the weights of the window, and do not count",
+        "forwards under no_grad inside a window use the window's weights, and do not count as micro-batches",
         kept_because="the only evaluations between the micro-batches of a window that the engine counts",
     ),
     window_law(
         "window.evaluation_mode",
         {name: make_accumulated(IN_EVALUATION_MODE, name) for name in ("2_by_engine", "2_by_caller")},
-        "a loss whose forward ran in evaluation mode counts in its window as in training mode",
+        "a loss computed in evaluation mode counts in its window like a loss computed in training mode",
         kept_because="the only losses that are computed in evaluation mode",
     ),
 )

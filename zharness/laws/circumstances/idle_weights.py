@@ -25,9 +25,9 @@ DISCARDED_BATCHES = (16, 17)  # no window trains these micro-batches
 
 
 def train_after_discarding(participant: Participant, window: int, micro: int) -> None:
-    """Train one micro-batch; first discard gradients of two others, of which the second uses one expert.
+    """Train one micro-batch, after discarding the gradients of two others, of which the second uses one expert.
 
-    An engine that drops what the last backward made keeps the gradients of the other experts.
+    An engine that discards only the gradients of the last backward keeps those of the other experts.
     """
     if window == 0 and micro == 0:
         train_route(participant, DISCARDED_BATCHES[0], ALL_EXPERTS)
@@ -96,14 +96,14 @@ LAWS = (
             "norm": replace(WHOLE_STEP, clip=NEVER_CLIPS),
             **{name: make_accumulated(WHOLE_STEP, name) for name in ("2_by_engine", "2_by_caller")},
         },
-        "a step does not move a weight that none of its micro-batches used, whichever weights the steps before it used",
+        "a step does not move a weight that none of its micro-batches used, even if earlier steps used the weight",
         kept_because="the only law that compares weights after steps of plain SGD that use fewer and fewer of them",
     ),
     window_law(
         "idle.zeroed_in_place",
         {"": WindowScenario(train_window_route, windows=len(ROUTES), after_step=zero_by_module)},
-        "module.zero_grad(set_to_none=False) beside the engine's zero_grad changes no later step",
-        kept_because="the only gradients of zeros that the caller leaves on the parameters",
+        "calling module.zero_grad(set_to_none=False) in addition to the engine's zero_grad changes no later step",
+        kept_because="the only law in which the caller leaves gradients of zeros on the parameters",
     ),
     window_law(
         "idle.frozen",

@@ -1,7 +1,7 @@
 """Define the law engines.interleaved: engines that train in turns in one process do not share any state.
 
-Two engines with the same parameter names and different weights, data and configurations train one after the other, and
-then again in turns. Each engine has to give the same numbers both times, bit for bit.
+Two engines with the same parameter names and different weights, data and configurations train one after the other. Two
+further engines like them then train in turns. An engine has to give the same numbers both times, bit for bit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from zharness.parity import Comparison, Part, Tier
 MOMENTUM_SGD = OptimizerSpec("sgd", {"lr": 2.0**-6, "momentum": 0.5})
 BATCHES_APART = 16  # the first micro-batch of the second engine
 
-# The engines in the order of their turns; each is closed after its last turn, while the other trains on.
+# The order of the engines' turns. Each engine is closed after its last turn, while the other continues to train.
 SECOND_REMAINS = (0, 1, 1, 0, 1, 0, 0, 1, 1, 1, 1, 1)
 FIRST_REMAINS = (1, 0, 0, 1, 0, 1, 1, 0, 0, 0, 0, 0)
 
@@ -94,11 +94,11 @@ class Trainee:
         self.turns = self.pair.turns.count(self.number)
 
     def label(self, what: str) -> str:
-        """Return the label under which ``what`` of this engine is recorded."""
+        """Return the label under which this engine's records of the kind ``what`` are stored."""
         return f"{what}-{self.run}-{self.number}"
 
     def take_turn(self) -> None:
-        """Train one micro-batch, and make the optimizer step that is due. Close the engine after its last turn."""
+        """Train one micro-batch, step if the accumulation window ends, and close the engine after its last turn."""
         if self.pair.reloads and self.turn == SAVE_TURN:
             self.folder = self.folders.enter_context(shared_folder())
             self.engine.save(self.folder)
@@ -112,7 +112,7 @@ class Trainee:
             self.engine.close()
 
     def train(self) -> None:
-        """Train one micro-batch, and make the optimizer step that is due."""
+        """Train one micro-batch, and make an optimizer step if the accumulation window ends."""
         micro = self.turn % self.window
         is_last = micro == self.window - 1
         if self.pair.keeps_no_sync and is_last:
@@ -175,7 +175,7 @@ def judge_interleaved(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     Law(
         name="engines.interleaved",
-        statement="two engines that train in turns give the same numbers as one after the other",
+        statement="two engines that train in turns give the same numbers as if they train one after the other",
         tier=Tier.EXACT,
         models=("mlp",),
         observe=observe_interleaved,

@@ -12,7 +12,7 @@ from zharness.law_kit.window_law import window_law
 from zharness.law_kit.window_scenarios import WindowScenario, WindowScript
 from zharness.laws.circumstances.common import ALL_EXPERTS, make_accumulated, sum_loss, train_route, train_whole_model
 
-# One window of small integers, of which bf16 rounds none; more steps would need more bits than it has.
+# One window of small integers, which bf16 holds exactly; more steps would need more bits than bf16 has.
 BF16 = ("bf16",)
 
 
@@ -39,7 +39,7 @@ def train_after_frozen_forward(participant: Participant, window: int, micro: int
 
 
 def train_gated(participant: Participant, window: int, micro: int) -> None:
-    """Train a micro-batch; every one but the first uses the gate of the layer."""
+    """Train a micro-batch; every micro-batch except the first uses the gate of the layer."""
     batch = participant.get_batch(micro)
     participant.backward(sum_loss(participant.call(batch.inputs, gated=micro > 0), batch.target))
 
@@ -59,17 +59,17 @@ LAWS = (
     window_law(
         "window.partly_used_low_precision",
         PARTIAL,
-        "in bf16, a weight that only some micro-batches of a window use is stepped with the sum of their gradients",
+        "in bf16, a weight that only some micro-batches of a window use is updated by the sum of their gradients",
         dtypes=BF16,
         kept_because="the only law of partly used weights in which gradients may be of two dtypes",
     ),
     window_law(
         "window.partly_used_layer",
         {"": GATED},
-        "in bf16 under no_sync, a parameter that only the last micro-batch uses gets its gradient, as its layer does",
+        "in bf16 under no_sync, a parameter used by the last micro-batch alone gets its gradient, like its whole layer",
         model="gated",
         dtypes=BF16,
-        kept_because="the only law with a layer of which micro-batches use a part, whose gradients differ in dtype",
+        kept_because="the only law in which micro-batches use a part of a layer, so that its gradients differ in dtype",
     ),
     window_law(
         "idle.frozen_forward",

@@ -10,7 +10,7 @@ from zharness.laws.circumstances.common import ALL_EXPERTS, make_accumulated, su
 
 
 def train_with_calls_in_turn(participant: Participant, window: int, micro: int) -> None:
-    """Train one micro-batch by ``engine.backward(loss)`` or ``loss.backward()``; windows begin with each in turn."""
+    """Train one micro-batch with ``engine.backward(loss)`` or ``loss.backward()``, in turn; windows alternate too."""
     batch = participant.get_batch(2 * window + micro)
     loss = sum_loss(participant.call(batch.inputs, route=ALL_EXPERTS), batch.target)
     backward = participant.tensor_backward if (window + micro) % 2 else participant.backward
@@ -25,7 +25,7 @@ LAWS = (
     window_law(
         "window.mixed_calls",
         {name: make_accumulated(IN_TURN, name) for name in ("2_by_engine", "4_by_engine")},
-        "a window of the engine whose micro-batches call engine.backward and loss.backward in turn takes their mean",
+        "if micro-batches of a window call engine.backward and loss.backward in turn, the step uses their mean",
         kept_because="the only windows in which backward is called in two ways",
     ),
 )

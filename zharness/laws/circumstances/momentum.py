@@ -1,8 +1,8 @@
 """Define laws about the momentum and the decay of weights that are idle, frozen, or have gradients of zero.
 
-Plain SGD moves a weight by its gradient alone, so that a gradient of zero and none at all are the same to it. With
-momentum and weight decay they are not: torch.optim leaves a weight without a gradient, and its momentum, as they are,
-and moves a weight whose gradient is zero.
+Plain SGD moves a weight by its gradient alone, so a gradient of zero and a missing gradient have the same effect. With
+momentum and weight decay they differ: torch.optim changes neither a weight without a gradient nor its momentum, but
+moves a weight whose gradient is zero.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from zharness.laws.circumstances.idle_weights import (
     train_window_route,
 )
 
-# Integers, so that every update is an integer; a decay of 2 turns weights around, and leaves their size as it is.
+# Integers, so that every update is an integer; a decay of 2 changes the sign of a weight and keeps its magnitude.
 MOMENTUM, WEIGHT_DECAY = 1, 2
 
 
@@ -40,7 +40,7 @@ def with_momentum(scenario: WindowScenario) -> WindowScenario:
 class TrainWithZeroLosses:
     """A script whose losses are zero in the second accumulation window, on rank 0 or on all ranks.
 
-    The third window does not use one of the experts if ``then_idle``; every other window uses all of them.
+    If ``then_idle`` is true, the third window does not use one of the experts. The other windows use all experts.
     """
 
     zero_on_all_ranks: bool = True
@@ -76,14 +76,14 @@ LAWS = (
             "groups": with_momentum(WindowScenario(train_window_route, windows=len(ROUTES), groups=EXPERT_GROUPS)),
             "zeroed_in_place": with_momentum(WindowScenario(train_after_zeroing, windows=len(ROUTES))),
         },
-        "momentum and weight decay move no weight in a step that does not use it, and go on in the next that does",
+        "momentum and weight decay move no weight in a step that does not use it, and resume when a step uses it",
         features=(Feature.NO_GRADIENT,),
         kept_because="the only idle weights that have momentum from steps that used them",
     ),
     window_law(
         "idle.frozen_momentum",
         FREEZING,
-        "momentum and weight decay move no weight that is frozen, and go on where they were once it is unfrozen",
+        "momentum and weight decay do not move a frozen weight; the old momentum applies once it is unfrozen",
         features=(Feature.UNFREEZING,),
         kept_because="the only weights with momentum that are unfrozen again after steps in which they were frozen",
     ),
@@ -91,6 +91,6 @@ LAWS = (
         "values.zero_loss_momentum",
         ZERO_LOSSES,
         "a step whose gradients are all zero moves every weight by its momentum and its decay",
-        kept_because="the only steps with gradients of zero that torch.optim does not leave without effect",
+        kept_because="the only steps with gradients of zero in which torch.optim moves the weights",
     ),
 )

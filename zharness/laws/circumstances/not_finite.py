@@ -96,7 +96,8 @@ def observe_not_finite(ctx: RankContext) -> None:
 def step_and_classify(engine: Engine) -> Outcome:
     """Make a step, and return whether the engine applied it, counted it as skipped, or raised FloatingPointError.
 
-    Every rank observes the engine after the step, which may be a collective, also one that raised alone.
+    Every rank calls ``engine.observe()`` after the step, even if the step raised on this rank alone, because the call
+    may be a collective.
     """
     before, outcome = engine.observe().skipped_steps, Outcome.APPLIED
     try:
@@ -108,7 +109,7 @@ def step_and_classify(engine: Engine) -> Outcome:
 
 
 def judge_not_finite(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare the weights after the step with those of torch.optim, or with those before it if it was refused.
+    """Compare the weights after the step with torch.optim's, or with those before the step if the engine refused it.
 
     All ranks must have the same outcome. A norm that the engine reports for the step must not be finite. The ordinary
     step that follows is plain PyTorch's.
@@ -144,7 +145,7 @@ def compute_stepped_weights(ctx: JudgeContext, initial: Mapping[str, Tensor], cl
 LAWS = (
     Law(
         name="values.not_finite",
-        statement="a step with gradients that are infinite or NaN is torch.optim's, or refused; the next step is right",
+        statement="infinite or NaN gradients are applied like torch.optim does, or refused; the next step is right",
         tier=Tier.EXACT,
         models=("experts",),
         observe=observe_not_finite,

@@ -1,4 +1,4 @@
-"""Define the law values.schedule: a schedule advances with every step that is applied, and with no other."""
+"""Define the law values.schedule: a schedule advances with every applied step, and not with a skipped step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zharness.laws.circumstances.values import NOT_FINITE
 from zharness.parity import Comparison, Part, Tier, compare_bitwise, compare_ranks
 
 ZERO, NO_BACKWARD = "zero", "no_backward"
-# The factor by which rank 0 multiplies its loss in one step; all ranks do so if it is zero.
+# The factor by which rank 0 multiplies its loss in one step; if the factor is zero, all ranks multiply their losses.
 FACTORS = {**NOT_FINITE, ZERO: 0.0, NO_BACKWARD: 1.0}
 HALVING = OptimizerSpec(name="sgd", args={"lr": 1.0}, schedule=(1.0, 0.5, 0.25, 0.125))
 STEPS = 3
@@ -90,7 +90,7 @@ def compare_updates(ctx: JudgeContext, step: int, factor: float) -> Iterator[Com
 LAWS = (
     Law(
         name="values.schedule",
-        statement="the schedule advances with every applied step, whatever its gradients, and with no skipped one",
+        statement="the learning-rate schedule advances with every applied step, and not with a skipped step",
         tier=Tier.EXACT,
         models=("experts",),
         observe=observe_schedule,
@@ -99,6 +99,6 @@ LAWS = (
         weights_stay_integers=False,
         dtypes=("fp32",),
         variants=tuple(Variant(name, compares_engine_with_itself=True) for name in FACTORS),
-        kept_because="the only learning rates after a step that was applied with gradients that are not finite",
+        kept_because="the only learning rates after an applied step whose gradients are not finite",
     ),
 )

@@ -1,4 +1,4 @@
-"""Define laws of a step that is skipped for an overflow: it changes nothing that a later step uses."""
+"""Define laws of a step that is skipped because of an overflow: it changes nothing that a later step uses."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from zharness.laws.circumstances.common import ALL_EXPERTS
 from zharness.laws.circumstances.not_finite import Outcome, step_and_classify
 from zharness.parity import Comparison, Part, Tier, compare_bitwise
 
-CLIP = 2.0**-6  # far below the norm of the gradients
+CLIP = 2.0**-6  # far below the norm of the gradients, so that it clips
 BAD_STEP, STEPS = 1, 4
 
 
 @dataclass(frozen=True)
 class OverflowRun:
-    """A training in which one micro-batch of one step overflows on rank 0: its clipping and its window.
+    """The clipping and the accumulation window of a training in which one micro-batch overflows on rank 0.
 
-    In the step ``element_step``, one element of the gradient of ``element_layer``'s bias overflows on rank 0, which
-    another rank may own. The step ``idle_step`` does not use the expert IDLE_EXPERT.
+    In the step ``element_step``, rank 0's gradient of ``element_layer``'s bias overflows in one element, which another
+    rank may own. The step ``idle_step`` does not use the expert IDLE_EXPERT.
     """
 
     clip: float | None = None
@@ -53,7 +53,8 @@ RUNS: Mapping[str, OverflowRun] = {
     "one_element": OverflowRun(element_step=BAD_STEP + 1),
 }
 IDLE_EXPERT = 1
-# The gradients of the idle expert were finite in the step before, which one element of another gradient made skipped.
+# The step before the idle step is skipped although the idle expert's gradients are finite: one element of another
+# gradient overflows.
 IDLE_RUN = OverflowRun(element_step=STEPS - 2, element_layer="first", idle_step=STEPS - 1)
 
 
@@ -63,7 +64,7 @@ def observe_skipped_step(ctx: RankContext) -> None:
 
 
 def observe_idle_after_skipped(ctx: RankContext) -> None:
-    """Train steps, of which the last one does not use a weight that the skipped step before it used."""
+    """Train steps; the last step does not use a weight that the skipped step before it used."""
     train_run(ctx, IDLE_RUN)
 
 
@@ -116,7 +117,7 @@ def judge_skipped_step(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def judge_idle_after_skipped(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Judge the steps, of which the last one may not move the idle weight."""
+    """Judge the steps; the last step must not move the idle weight."""
     yield from judge_run(ctx, IDLE_RUN)
 
 
@@ -159,7 +160,7 @@ def judge_overflow(ctx: JudgeContext, step: int, outcome: Tensor) -> Iterator[Co
 LAWS = (
     Law(
         name="values.skipped_step",
-        statement="a step that is skipped for an overflow changes no weight, state, norm, schedule or later step",
+        statement="a step skipped because of an overflow changes no weight, state, norm, schedule or later step",
         tier=Tier.STAGED,
         models=("mlp",),
         observe=observe_skipped_step,
@@ -183,7 +184,7 @@ LAWS = (
     ),
     Law(
         name="values.idle_after_skipped",
-        statement="a step does not move a weight that it does not use, if the step before it used it and was skipped",
+        statement="a step does not move an unused weight, even if the previous step used the weight and was skipped",
         tier=Tier.STAGED,
         models=("experts",),
         observe=observe_idle_after_skipped,

@@ -13,10 +13,10 @@ from zharness.law_kit.window_law import window_law
 from zharness.law_kit.window_scenarios import WindowScenario, WindowScript
 from zharness.laws.circumstances.common import ALL_EXPERTS, make_accumulated, sum_loss, train_route, train_whole_model
 
-WINDOWS = 2  # a clipped step rounds, so only the last step of a scenario may clip
+WINDOWS = 2  # clipping rounds weights, so only the last step of a scenario may clip
 ZERO_WINDOW = 0  # the window whose losses are zero
-NEVER_ZERO = 0.5  # added to a loss, which is an integer, so that no loss but those times 0 is zero by chance
-CLIP = 4.0  # far below the norm of every window's gradient
+NEVER_ZERO = 0.5  # added to an integer loss: only a loss that the script multiplies by 0 is then zero
+CLIP = 4.0  # far below the norm of every window's gradient, so that it clips
 
 
 def make_zero_script(on_all_ranks: bool) -> WindowScript:
@@ -86,7 +86,7 @@ CLIPPED = WindowScenario(train_whole_model, 1, clip=CLIP)
 
 
 def train_after_discarding_inside(participant: Participant, window: int, micro: int) -> None:
-    """Train one micro-batch; before the first of each window, discard the gradients of another inside ``no_sync``."""
+    """Train one micro-batch; before a window's first one, discard another one's gradients inside ``no_sync``."""
     if micro == 0:
         train_route(participant, DISCARDED_BATCH, ALL_EXPERTS)
         participant.zero_grad()
@@ -122,14 +122,14 @@ LAWS = (
     window_law(
         "values.discarded",
         make_discarding_scenarios() | IN_NO_SYNC,
-        "gradients that zero_grad discards, infinite ones and those of no_sync too, change no later step or norm",
-        kept_because="the only gradients that are not finite in fp32: zero times such a gradient is not zero",
+        "gradients that zero_grad discards, also infinite ones or ones from no_sync, change no later step or norm",
+        kept_because="the only discarded gradients that are not finite in fp32: zero times such a gradient is not zero",
     ),
     window_law(
         "values.norm_of_tiny",
         {"": CLIPPED, "2_by_engine": make_accumulated(CLIPPED, "2_by_engine")},
-        "a parameter with fewer elements than there are ranks counts once in the norm, and is clipped with the others",
+        "a parameter with fewer elements than there are ranks counts once in the norm, and is clipped like the rest",
         features=(Feature.CLIP,),
-        kept_because="the only clipped parameter that some ranks own no element of",
+        kept_because="the only clipped parameter of which some ranks own no element",
     ),
 )

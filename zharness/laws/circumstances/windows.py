@@ -16,10 +16,10 @@ from zharness.law_kit.window_law import window_law
 from zharness.law_kit.window_scenarios import WindowScenario
 from zharness.laws.circumstances.common import ACCUMULATIONS, ALL_EXPERTS, make_accumulated, sum_loss, train_route
 
-ROUTED_EXPERT = 1  # the expert that only some micro-batches use; the others are used by all
+ROUTED_EXPERT = 1  # only some micro-batches use this expert; all micro-batches use the other experts
 ALWAYS_USED = tuple(index for index in ALL_EXPERTS if index != ROUTED_EXPERT)
 
-# (participant, window, micro-batch, their number) -> is the expert used
+# (participant, window, micro-batch, number of micro-batches) -> whether the micro-batch uses the expert
 RouteChoice = Callable[[Participant, int, int, int], bool]
 
 
@@ -51,12 +51,12 @@ def is_turn_of_rank(participant: Participant, _window: int, micro: int, count: i
 def is_window_of_rank(participant: Participant, window: int, micro: int, _count: int) -> bool:
     """Return whether a micro-batch is the first of a window in which this rank uses the expert.
 
-    In the first window these are all ranks but rank 0, and in the windows after it rank 0 alone.
+    In the first window, all ranks except rank 0 use the expert. In later windows only rank 0 uses it.
     """
     return micro == 0 and (participant.rank == 0) == (window > 0)
 
 
-# Which micro-batches of a window use the expert, and the accumulations with which the law tries it.
+# Maps a name to the choice of micro-batches that use the expert, and to the accumulations under which it is tested.
 CHOICES_FOR_ALL_RANKS: Mapping[str, tuple[RouteChoice, tuple[str, ...]]] = {
     "first": (is_first, ("2_by_engine", "2_by_caller", "4_by_engine")),
     "last": (is_last, ("2_by_engine", "4_by_caller")),
@@ -121,13 +121,13 @@ WITH_NORM = {
     f"{name}_norm": replace(FOR_SOME_RANKS[name], clip=NEVER_CLIPS)
     for name in ("changing_ranks_1", "first_of_rank_0_2_by_engine")
 }
-# The synchronised backward at the end of a window does not use the expert.
+# The last backward of a window reduces the gradients, and does not use the expert.
 IN_NO_SYNC = {"first_2_in_no_sync": replace(FOR_ALL_RANKS["first_2_by_caller"], in_no_sync=True)}
 
 
 @dataclass(frozen=True)
 class TrainWithReadOutside:
-    """Train one micro-batch whose loss also has ``factor`` times the weight of an expert, read after the forward."""
+    """Train one micro-batch whose loss adds ``factor`` times the weight of an expert, read after the forward."""
 
     factor: int = 1
 
@@ -169,20 +169,20 @@ LAWS = (
     window_law(
         "window.partly_used",
         FOR_ALL_RANKS | SCALED | READ_INSIDE | IN_NO_SYNC,
-        "a weight that only some micro-batches of a window use is stepped with the sum of their gradients",
+        "a weight that only some micro-batches of a window use is updated by the sum of their gradients",
         kept_because="the only windows whose micro-batches use different weights, after which the weights are compared",
     ),
     window_law(
         "window.partly_used_on_some_ranks",
         FOR_SOME_RANKS | WITH_NORM,
-        "a weight that only some ranks use, each in another micro-batch of a window, gets the sum of their gradients",
+        "if only some ranks use a weight, in different micro-batches of a window, it gets the sum of their gradients",
         features=(Feature.UNEVEN_RANKS,),
         kept_because="the only windows in which ranks use different weights in the same micro-batch",
     ),
     window_law(
         "window.further_reads",
         FURTHER_READS,
-        "a weight that is also read outside the forward, or under no_grad in it, is stepped with all its gradients",
+        "a step applies all gradients of a weight that is also read outside the forward, or under no_grad inside it",
         kept_because="the only forwards that read a weight under no_grad before they read it with gradients",
     ),
 )

@@ -1,7 +1,7 @@
-"""Define laws of the configuration section torch_autocast: it has the effect of torch.autocast.
+"""Define laws of the configuration section torch_autocast: it has the same effect as torch.autocast.
 
-Outputs, losses and gradients equal those under torch.autocast. The laws also cover a backward or a forward of the
-engine inside the user's own autocast.
+Outputs, losses and gradients equal those under torch.autocast. The laws also run a forward or a backward of the engine
+inside the user's own autocast.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from zharness.workload.user_model import is_user_model
 def capture_output_dtypes(module: nn.Module, spec: ModelSpec) -> Iterator[dict[str, Tensor]]:
     """Yield a dictionary to which every forward in the ``with`` block adds the output dtype of each module of ``spec``.
 
-    Attention and layers of experts that an engine may replace by modules of its own are left out.
+    Attention modules and layers of experts are left out, because an engine may replace them by its own modules.
     """
     seen: dict[str, Tensor] = {}
 
@@ -58,7 +58,7 @@ def capture_output_dtypes(module: nn.Module, spec: ModelSpec) -> Iterator[dict[s
 
         return save_output_dtype
 
-    # An engine replaces what is inside attention and layers of experts.
+    # An engine may replace the submodules of attention and of layers of experts.
     replaced = tuple(f"{name}." for name in (*spec.cp_plan, *spec.ep_plan))
     kept = {name: child for name, child in module.named_modules() if not name.startswith(replaced)}
     hooks = [child.register_forward_hook(make_hook(name)) for name, child in kept.items()]
@@ -90,7 +90,7 @@ def observe_policy(ctx: RankContext) -> None:
 
     In the variant ``transformed``, record the output and the gradient of a forward that torch.func transforms instead.
     """
-    optimizer = SIGN_STEPS if ctx.spec.exact else SGD  # integers stay integers, which bf16 holds
+    optimizer = SIGN_STEPS if ctx.spec.exact else SGD  # weights stay integers that bf16 holds exactly
     engine = ctx.build_engine(optimizer=optimizer, options=AUTOCAST_OPTIONS)
     if ctx.variant == TRANSFORMED:
         ctx.record(TRANSFORMED, transform(engine, ctx.spec, ctx.batch(0)))
@@ -175,8 +175,8 @@ AUTOCAST_STATES = [(forward, backward) for forward in (True, False) for backward
 def list_autocast_states(spec: ModelSpec) -> Sequence[tuple[bool, bool]]:
     """Return pairs of booleans that say whether the forward and the backward run under autocast.
 
-    For a user's model, whose forward may take minutes, the pair without autocast is left out, because the law
-    training.grads covers this pair.
+    For a user's model, the pair without autocast is left out: its forward may take minutes, and the law training.grads
+    covers this pair.
     """
     return [state for state in AUTOCAST_STATES if any(state) or not is_user_model(spec.name)]
 
@@ -241,7 +241,7 @@ def judge_nested(ctx: JudgeContext) -> Iterator[Comparison]:
     yield from compare_process_state(ctx, "switches", range(2))
 
 
-TWO_DTYPES_STEPS = 3  # an engine may gather weights ahead in the second step, when it knows their order
+TWO_DTYPES_STEPS = 3  # an engine may prefetch weights from the second step on, when it knows their order
 
 
 def observe_two_dtypes(ctx: RankContext) -> None:
@@ -283,7 +283,7 @@ LAWS = (
         models=("mixed", "recomputed"),
         variants=(Variant(model_scope=ModelScope.ANY),),
         sets_autocast=True,
-        kept_because="forward and backward in different autocast states, which shows a state that leaks",
+        kept_because="forward and backward run in different autocast states, which shows a state that leaks",
         weights_stay_integers=True,
     ),
     precision_law(
@@ -293,16 +293,16 @@ LAWS = (
         judge_two_dtypes,
         models=("adapted",),
         sets_autocast=True,
-        kept_because="the only law whose weights have two dtypes, which meet in one gather",
+        kept_because="the only law that all-gathers weights of two dtypes together",
         weights_stay_integers=True,
     ),
     precision_law(
         "autocast_nested",
-        "the engine's torch_autocast overrides a user's; without it the user's applies; neither stays on afterwards",
+        "torch_autocast overrides a user's autocast; without it the user's applies; no autocast stays on afterwards",
         observe_nested,
         judge_nested,
         sets_autocast=True,
-        kept_because="the only law with a user's own autocast around the engine's",
+        kept_because="the only law that calls the engine inside a user's own autocast",
         weights_stay_integers=True,
     ),
 )

@@ -40,8 +40,8 @@ def observe_norm(ctx: RankContext) -> None:
 def judge_norm(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare the reported norm with that of plain PyTorch's gradients.
 
-    By the triangle inequality, both norms differ by at most the norm of the gradients' bounds, plus the norm's own
-    rounding.
+    By the triangle inequality, the two norms differ by at most the norm of the gradients' bounds, plus the rounding of
+    the norm itself.
     """
     expected, low = compute_baseline_locals(ctx), low_precision_parameters(ctx.baseline, SAFE_MODULES)
     yield from judge_reduced_gradients(ctx, "grads", expected, low)
@@ -64,7 +64,7 @@ def judge_norm(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     precision_law(
         "autocast_norm",
-        "the reported norm is that of the plain gradients under torch.autocast: bf16 has no loss scale",
+        "under torch_autocast the reported norm is the norm of plain PyTorch's gradients: bf16 has no loss scale",
         observe_norm,
         judge_norm,
         features=(Feature.AUTOCAST, Feature.CLIP),

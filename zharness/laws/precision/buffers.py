@@ -33,8 +33,8 @@ PRECISION_MODES: Mapping[str, tuple[Mapping[str, Any], torch.dtype, Feature]] = 
 }
 
 
-DECLARED, INPUTS = "declared", "inputs"  # in every dtype that the engine claims
-# Inputs that no narrow dtype of floating-point numbers holds.
+DECLARED, INPUTS = "declared", "inputs"  # these variants run in every dtype that the engine claims
+# Inputs with values that no narrow floating-point dtype holds exactly.
 INTEGERS = {"indices": torch.tensor([257, 2**24 + 1, 2**53 - 1]), "mask": torch.tensor([True, False])}
 
 
@@ -47,18 +47,18 @@ class IntegerInputsModel(nn.Module):
         self.note = note
 
     def forward(self, x: Tensor, indices: Tensor, mask: Tensor) -> Any:
-        """Return the output of the model inside for ``x``."""
+        """Call ``note`` with the further inputs, and return the output of the module ``inner`` for ``x``."""
         self.note({"indices": indices.clone(), "mask": mask.clone()})
         return self.inner(x)
 
 
 def write_into(seen: dict[str, Tensor]) -> Callable[[dict[str, Tensor]], None]:
-    """Return a function that writes into ``seen``, also if an engine copies the model that calls it."""
+    """Return a function that writes into ``seen``, even if an engine copies the model that calls the function."""
     return lambda tensors: seen.update(tensors)
 
 
 def describe_integers(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the values in float64, which holds them, and for each tensor of INTEGERS whether its dtype is the same."""
+    """Return the values in exact float64, and for each tensor whether its dtype equals that in INTEGERS."""
     dtypes = {f"dtype of {name}": scalar(tensor.dtype == INTEGERS[name].dtype) for name, tensor in tensors.items()}
     return {name: tensor.double() for name, tensor in tensors.items()} | dtypes
 
@@ -80,9 +80,9 @@ def observe_buffers(ctx: RankContext) -> None:
 
 
 def observe_declared_dtypes(ctx: RankContext) -> None:
-    """Train one step in every dtype that the engine claims, and record the buffers, also those of full_state_dict.
+    """Train one step in every claimed dtype, and record the buffers of the engine and of its full state dict.
 
-    In the variant ``inputs`` pass further inputs, of integers, and record what reaches the model.
+    In the variant ``inputs``, pass further inputs of integers, and record the inputs that the model receives.
     """
     for at, (dtype, torch_dtype) in enumerate(DTYPES.items()):
         options = [ctx.capabilities.engine_options[name] for name in ctx.setting.options]
@@ -109,7 +109,7 @@ def observe_declared_dtypes(ctx: RankContext) -> None:
 
 
 def judge_declared_dtypes(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Check that buffers, also those of the full state dict, equal those of the model in each claimed dtype."""
+    """Check that buffers of engine and full state dict equal those of the original model in each claimed dtype."""
     wanted = dict(ctx.baseline.spec.model(ctx.baseline.seed).named_buffers())
     steps = [snapshot.step for snapshot in ctx.evidence[0].snapshots if snapshot.label == "buffers"]
     for step, rank in product(steps, range(ctx.world_size)):
@@ -129,7 +129,7 @@ def judge_inputs(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def judge_buffers(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Check that buffers and frozen parameters equal those of the model in dtype and value."""
+    """Check that buffers and frozen parameters equal those of the original model in dtype and value."""
     if ctx.variant in (DECLARED, INPUTS):
         yield from judge_inputs(ctx) if ctx.variant == INPUTS else judge_declared_dtypes(ctx)
         return
@@ -144,7 +144,7 @@ def judge_buffers(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     precision_law(
         "buffers_keep_dtype",
-        "buffers, frozen parameters and inputs of integers keep dtype and value",
+        "buffers, frozen parameters and integer inputs keep dtype and value",
         observe_buffers,
         judge_buffers,
         features=(),

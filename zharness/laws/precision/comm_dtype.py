@@ -64,6 +64,6 @@ LAWS = (
         observe_comm_dtype,
         judge_comm_dtype,
         features=(Feature.REDUCE_DTYPES,),
-        kept_because="two engines in one process, which shows process-wide state",
+        kept_because="two engines with different dtypes in one process, which shows process-wide state",
     ),
 )

@@ -169,8 +169,8 @@ def judge_sent_once(
 ) -> Iterator[Comparison]:
     """Check that the parameters listed for a dtype were sent once in that dtype, for every dtype.
 
-    The number of sent elements may exceed the number of parameters' elements by the padding. With copies of the
-    weights, what is REDUCED is sent within a copy, and each shard of it once more across the copies.
+    The number of sent elements may exceed the number of parameters' elements by the padding. If ranks hold copies of
+    the weights, REDUCED elements are sent within a copy, and each shard is sent once more across the copies.
     """
     shape = ctx.mesh.shape(ctx.world_size)
     across = 1 / shape[DATA_SHARD] if label.startswith(REDUCED) and shape[REPLICATE] > 1 else 0.0
@@ -198,8 +198,8 @@ def precision_law(
 ) -> Law:
     """Build a law of the group ``precision``, by default on the model ``mixed``.
 
-    ``weights_stay_integers`` says that no step moves the integers of an exact model before numbers are compared, so
-    that an engine's own kernels have to give the same sums.
+    ``weights_stay_integers`` says that the weights of an exact model are still integers whenever numbers are compared,
+    so an engine's own kernels have to give the same sums.
     """
     return Law(
         name=f"precision.{name}",
@@ -211,7 +211,7 @@ def precision_law(
         kept_because=kept_because,
         features=features,
         weights_stay_integers=weights_stay_integers,
-        dtypes=("fp32",),  # these laws choose the engine's sections of precision themselves
+        dtypes=("fp32",),  # these laws set the engine's precision options themselves
         variants=variants,
         sets_autocast=sets_autocast,
     )

@@ -19,7 +19,7 @@ from zharness.laws.precision.grad_scaler import ADAMW
 from zharness.laws.precision.master_weights import BF16_OPTIONS
 from zharness.parity import Comparison, Part, compare_bitwise
 
-FIRST_STEP, EDIT = 1, 2  # the numbers of the records after each of these
+FIRST_STEP, EDIT = 1, 2  # the numbers under which the weights after the first step and after the edit are recorded
 LAST_STEP = RecordedStep(EDIT + 1, "masters")
 
 
@@ -45,7 +45,7 @@ def make_step(ctx: RankContext, engine: Engine, number: int) -> None:
 
 
 def judge_edited_masters(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare weights and masters after the edit with the edited weights, and judge the step from there."""
+    """Compare weights and masters after the edit with the edited weights, and judge the step that starts from them."""
     edited = ctx.rank_records("edited")[0]
     for label in ("params", "masters"):
         for rank, record in enumerate(ctx.rank_records(label, EDIT)):
@@ -61,11 +61,11 @@ def judge_edited_masters(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     precision_law(
         "edited_masters",
-        "an edit of weights in bf16 reaches the masters of every rank, from which the next step goes on",
+        "an edit of bf16 weights also changes the master weights of every rank, and the next step starts from them",
         observe_edited_masters,
         judge_edited_masters,
         features=(Feature.MASTERS, Feature.PARAMETERS, Feature.EDITS),
-        kept_because="the only edits of weights with masters on a mesh, where a run without --dtype has cells in fp32",
+        kept_because="the only edits of weights with masters on a mesh, where a run without --dtype has fp32 cells",
         weights_stay_integers=True,  # no gradient is compared
     ),
 )

@@ -1,4 +1,4 @@
-"""Define the law precision.frozen_masters: the weights of a layer that is frozen after a step stay rounded masters."""
+"""Define the law precision.frozen_masters: weights of a layer frozen after a step equal their rounded masters."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from zharness.law_kit.setting import SettingSupport
 from zharness.parity import Comparison, Part, Tier, compare_bitwise
 
 LAYER = "first"  # the layer that is frozen after the first step
-STEPS = 3  # the layer is frozen during the second one
-BEFORE = "-before"  # the end of the labels of what is recorded before a step is made
+STEPS = 3  # the layer is frozen during the second step
+BEFORE = "-before"  # the end of the labels of records from before a step
 
 
 def observe_frozen_masters(ctx: RankContext) -> None:
-    """Make a step, freeze a layer, make a step, unfreeze the layer, make a step; record all weights in between."""
+    """Make a step, freeze a layer, make a step, unfreeze the layer, make a step; record weights around each step."""
     engine = ctx.build_engine(optimizer=PLAIN_ADAMW)
     layer = engine.module.get_submodule(LAYER)
     for step in range(STEPS):
@@ -32,7 +32,7 @@ def observe_frozen_masters(ctx: RankContext) -> None:
 
 
 def judge_frozen_masters(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare all weights, the frozen ones among them, with the masters rounded to the dtype of the trained weights."""
+    """Compare all weights, also frozen ones, with the masters rounded to the dtype of the trained weights."""
     dtypes = {name: weight.dtype for name, weight in ctx.rank_records("params")[0].items()}
     for end, first in (("", 0), (BEFORE, 1)):
         for step in range(first, first + STEPS):
@@ -46,7 +46,7 @@ def judge_frozen_masters(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     Law(
         name="precision.frozen_masters",
-        statement="in low precision the weights of a layer that is frozen after a step stay the rounded masters",
+        statement="in low precision, weights of a layer frozen after a step stay equal to their rounded masters",
         tier=Tier.EXACT,
         models=("mlp",),
         observe=observe_frozen_masters,

@@ -41,19 +41,19 @@ SCHEDULED_ADAMW = replace(ADAMW, schedule=tuple(2.0**-made for made in range(STE
 
 FP16_OPTIONS = {"fp16": {"enabled": True, "auto_cast": True, "initial_scale_power": 6}}
 
-NAN_VARIANT, NEGATIVE_VARIANT = "nan", "negative"  # what the gradients of an overflow are; else any infinity
+NAN_VARIANT, NEGATIVE_VARIANT = "nan", "negative"  # the values of overflowing gradients; infinities in other variants
 
-RESUMED_VARIANT, RESUME_STEP = "resumed", 3  # after a skipped step, and in the middle of a growth interval
+RESUMED_VARIANT, RESUME_STEP = "resumed", 3  # the load is after a skipped step, inside a growth interval
 
 WINDOW_VARIANT, WINDOW = "2_by_engine", 2  # the first micro-batch of a window overflows
 
-CLIPPED_VARIANT, CLIP_NORM = "clipped", 1e-2  # far below the norm of every step's gradients
+CLIPPED_VARIANT, CLIP_NORM = "clipped", 1e-2  # far below every step's gradient norm, so that it clips
 
-HYSTERESIS_VARIANT, HYSTERESIS = "hysteresis", 2  # of two overflows since the scale grew, the second one halves it
-HYSTERESIS_RESUMED_VARIANT = "hysteresis_resumed"  # the first of two overflows was before the load
-CONSECUTIVE_VARIANT = "consecutive_hysteresis"  # of two overflows without a good step between them
-LONG_WINDOW = 1000  # of good steps, after which the scale would grow
-MINIMUM_VARIANT, MINIMUM = "minimum", 48.0  # no power of two below the scale
+HYSTERESIS_VARIANT, HYSTERESIS = "hysteresis", 2  # the second overflow since the scale grew halves it
+HYSTERESIS_RESUMED_VARIANT = "hysteresis_resumed"  # the first of the two overflows is before the load
+CONSECUTIVE_VARIANT = "consecutive_hysteresis"  # two overflows without a good step in between halve it
+LONG_WINDOW = 1000  # good steps before the scale grows: more than the law makes
+MINIMUM_VARIANT, MINIMUM = "minimum", 48.0  # a number below the scale that is not a power of two
 
 # The forward runs under torch.autocast, with the weights in fp32.
 AUTOCAST, AUTOCAST_CLIPPED, AUTOCAST_RESUMED = AUTOCAST_VARIANTS = ("autocast", "autocast_clipped", "autocast_resumed")
@@ -66,9 +66,9 @@ RESUMED_VARIANTS = (RESUMED_VARIANT, HYSTERESIS_RESUMED_VARIANT, AUTOCAST_RESUME
 class ScalerSettings:
     """The options of the engine in a law variant, and the rules by which its loss scale changes.
 
-    Good steps in ``growth_interval`` double the scale, which begins at ``initial``. Of ``hysteresis`` overflows the
-    last one halves it, to ``minimum`` at least; their count restarts when the scale grows and, if ``is_consecutive``,
-    after every good step.
+    The scale begins at ``initial``. ``growth_interval`` good steps in a row double it. The last of ``hysteresis``
+    overflows halves it, but not below ``minimum``. The count of overflows restarts when the scale grows and, if
+    ``is_consecutive``, after every good step.
     """
 
     options: Mapping[str, Any]
@@ -80,7 +80,7 @@ class ScalerSettings:
 
 
 def fp16_settings(**rules: Any) -> ScalerSettings:
-    """Return the settings with these ``rules``, and with the options of the section ``fp16`` that ask for them."""
+    """Return the settings with ``rules``, and with the options of the section ``fp16`` that configure these rules."""
     settings = ScalerSettings({}, **rules)
     section = {
         **FP16_OPTIONS["fp16"],
@@ -128,8 +128,8 @@ class Overflow(Enum):
     """The part of a rank's gradients that is infinite in one step.
 
     With PART, only the last row of the first layer and the last element of its bias are infinite. If gradients are
-    sharded, a single rank owns these elements, also where both are in one flat tensor, so this rank has to tell the
-    other ranks to skip the step.
+    sharded, a single rank owns these elements, even if both are in one flat tensor. This rank has to make the other
+    ranks skip the step.
     """
 
     NONE = "none"
@@ -145,7 +145,8 @@ def get_window(variant: str) -> int:
 def get_planned_overflow(step: int, rank: int, ranks: int, micro: int) -> Overflow:
     """Return the overflow of a data coordinate ``rank`` in a micro-batch.
 
-    The first micro-batch of step 1 overflows as a WHOLE on the first rank, that of step 4 in PART on the last rank.
+    The first micro-batch of step 1 overflows as a WHOLE on the first rank. The first micro-batch of step 4 overflows in
+    PART on the last rank.
     """
     if micro > 0:
         return Overflow.NONE
@@ -163,10 +164,10 @@ def run_overflowing_forward(
 
 
 def apply_loss_overflow(loss: Tensor, overflow_kind: Overflow, variant: str, module: nn.Module) -> Tensor:
-    """Return ``loss``, changed if ``overflow_kind`` is WHOLE so that all its gradients overflow.
+    """Return ``loss``; if ``overflow_kind`` is WHOLE, change the loss so that all its gradients overflow.
 
-    In the variant ``nan`` they are NaN. In the variant ``negative`` only those of one bias overflow, to minus infinity;
-    every rank reads this bias, because a read may be a collective.
+    In the variant ``nan`` the gradients are NaN. In the variant ``negative`` only the gradient of one bias overflows,
+    to minus infinity; every rank reads this bias, because a read may be a collective.
     """
     is_bad = overflow_kind is Overflow.WHOLE
     if variant == NEGATIVE_VARIANT:
@@ -206,7 +207,7 @@ def observe_scaler(ctx: RankContext) -> None:
         if clip is not None:
             norm = engine.grad_norm()
             ctx.record("norm", {"norm": scalar(torch.nan if norm is None else norm)}, step)
-        if window == 1:  # an engine that owns the window begins the next one itself
+        if window == 1:  # an engine that owns accumulation starts the next window itself
             engine.zero_grad()
         observations = engine.observe()
         scaler_state = (observations.loss_scale, observations.skipped_steps)
@@ -252,8 +253,9 @@ def judge_scaler(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare loss scale and skipped steps with those of torch.amp.GradScaler, and judge each optimizer step.
 
     The GradScaler gets a single gradient. In each step, this gradient is finite if plain PyTorch's gradients are finite
-    on all ranks. Where an overflow is tolerated, or would halve the scale below the minimum, its scale is set. With a
-    minimum, weights after a good step are compared between ranks, and not with AdamW's formula.
+    on all ranks. If an overflow is tolerated, or would halve the scale below the minimum, the judge sets the
+    GradScaler's scale. With a minimum, weights after a good step are compared between ranks only, not with AdamW's
+    formula.
     """
     settings = SCALER_SETTINGS[ctx.variant]
     scaler = torch.amp.GradScaler(
@@ -290,7 +292,7 @@ def judge_scaler(ctx: JudgeContext) -> Iterator[Comparison]:
         recorded_step = RecordedStep(step, "masters", skipped_steps=skipped)
         if not finite:
             yield from compare_skipped_step(ctx, step)
-        elif not settings.minimum:  # a scale that is no power of two rounds the gradients that it scales
+        elif not settings.minimum:  # a scale that is not a power of two rounds the scaled gradients
             scaled = {name: grad * before for name, grad in grads.items()}
             suspects = {SCALED_HINT: scaled}
             clip_factor = yield from judge_clip_factor(ctx, "norm", step, grads, CLIP_NORM, suspects)
@@ -320,7 +322,7 @@ def compare_skipped_step(ctx: JudgeContext, step: int) -> Iterator[Comparison]:
 LAWS = (
     precision_law(
         "grad_scaler",
-        "fp16's loss scale is torch.amp.GradScaler's, also after a load; one rank's overflow skips every rank's step",
+        "fp16's loss scale is torch.amp.GradScaler's, also after a load; if one rank overflows, all skip the step",
         observe_scaler,
         judge_scaler,
         features=(),

@@ -60,7 +60,7 @@ def observe_masters(ctx: RankContext) -> None:
         engine.zero_grad()
     ctx.record_training_state(engine, 2)
     engine.close()
-    if not low and not accepted:  # an accepted invalid configuration fails already, and its result is undefined
+    if not low and not accepted:  # an accepted invalid configuration already fails the law
         observe_fp32_accumulation(ctx)
 
 
@@ -100,7 +100,7 @@ def judge_masters(ctx: JudgeContext) -> Iterator[Comparison]:
 
 FP32_GRAD_ACCUM_OPTIONS: Mapping[str, Any] = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 
-# 256 + 1 times a bf16 gradient needs nine more bits than one gradient: fp32 has them, bf16 has not.
+# 256 + 1 times a bf16 gradient needs nine more bits than the gradient: fp32 has these bits, and bf16 does not.
 LOSS_FACTORS = (256.0, 1.0)
 
 
@@ -156,12 +156,12 @@ def judge_fp32_accumulation(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     precision_law(
         "master_weights",
-        "the optimizer updates masters, weights are rounded masters, and gradients accumulate in the configured dtype",
+        "the optimizer updates masters, weights equal rounded masters, gradients accumulate in the configured dtype",
         observe_masters,
         judge_masters,
         features=(Feature.MASTERS,),
         variants=(Variant("fp32"), Variant("low")),
         kept_because="the only law that configures the dtypes of masters, gradients and optimizer state",
-        weights_stay_integers=True,  # only the first gradients are compared; steps are judged by the engine's own
+        weights_stay_integers=True,  # only the first gradients are compared; steps are judged from the engine's
     ),
 )

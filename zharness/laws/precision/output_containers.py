@@ -26,7 +26,7 @@ class PackingModel(nn.Module):
         self.pack = pack
 
     def forward(self, x: Tensor) -> Any:
-        """Return what ``pack`` makes from the output and from the sum of its columns."""
+        """Return the container that ``pack`` makes of the output and the sum of its columns."""
         output = self.inner(x)
         return self.pack(output, output.sum(dim=1))
 
@@ -66,8 +66,8 @@ LAWS = (
         models=("mlp", "mixed"),
         observe=observe_output_containers,
         judge=judge_output_containers,
-        dtypes=("bf16", "fp16"),  # backward.outputs has fp32
+        dtypes=("bf16", "fp16"),  # the law backward.outputs covers fp32
         variants=tuple(map(Variant, OUTPUT_CONTAINERS)),
-        kept_because="the only low-precision outputs in containers, which an engine that casts outputs takes apart",
+        kept_because="the only low-precision outputs in containers, which an engine that casts outputs has to rebuild",
     ),
 )

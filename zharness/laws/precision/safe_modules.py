@@ -70,7 +70,7 @@ def judge_safe_modules(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     precision_law(
         "safe_modules",
-        "only gradients of lower_precision_safe_modules are reduced in low precision, and each only once",
+        "only gradients of lower_precision_safe_modules are reduced in low precision, each exactly once",
         observe_safe_modules,
         judge_safe_modules,
         features=(Feature.REDUCE_DTYPES,),

@@ -1,8 +1,8 @@
 """Define laws on the bytes that a rank stores, sends and gathers: they obey the formulas of the ZeRO paper.
 
 The formulas are in Rajbhandari et al., "ZeRO", sections 5 and 7. In them, psi is the number of bytes of all parameters,
-and N is the world size. On a mesh psi is what a rank of tp has of them, N is the number of shards, and gradients are
-also reduced over the copies of each shard.
+and N is the world size. On a mesh, psi is the number of bytes of the parameters that one tp rank holds, N is the number
+of shards, and gradients are also reduced over the copies of each shard.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def judge_memory_of_division(ctx: JudgeContext, division: Division) -> Iterator[
             record = ctx.rank_records("sizes")[rank]
             place = ctx.location(name, Part.GATHER, 0, rank)
             at_most = share + padding + counts
-            # The last shard may be shorter by as much as the others are padded.
+            # The last shard may be shorter by the padding of the other shards.
             least = share - padding * max(1, ranks - 1)
             yield compare_within_range(place, scalar(least), record[name], scalar(at_most))
             if name == "parameters" and stage >= shards_from:
@@ -132,7 +132,7 @@ def judge_volume_of_division(ctx: JudgeContext, division: Division) -> Iterator[
     for steps in ACCUMULATIONS:
         passes = {0: 2, 1: 2, 2: steps + 1, 3: 3 * steps}[stage]
         padding = 4 * ranks * len(sizes) * passes
-        # Each pass all-reduces one byte for every parameter, bucket and loss over all ranks, which copies do not count.
+        # Each pass all-reduces one byte for every parameter, bucket and loss over all ranks; not counted with copies.
         agreement = 2 * (2 * len(sizes) + 8) * (steps + 1) if copies == 1 else 0
         least = 2 * steps * psi if stage == 3 else passes * psi
         most = passes * psi + padding + agreement
@@ -190,7 +190,7 @@ def judge_gathered_bytes(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     resource_law(
         "memory_per_rank",
-        "parameters, gradients and optimizer state take the bytes of the stage's formula on every rank",
+        "on every rank, parameters, gradients and optimizer state take as many bytes as the stage's formula says",
         observe_memory_per_rank,
         judge_memory_per_rank,
         Feature.RESOURCES,
@@ -207,7 +207,7 @@ LAWS = (
     ),
     resource_law(
         "gathered_bytes",
-        "nothing stays gathered between steps, and never more than the two largest modules and a bucket",
+        "nothing stays gathered between steps, and the peak is at most the two largest modules and a bucket",
         observe_gathered_bytes,
         judge_gathered_bytes,
         Feature.TRAFFIC,

@@ -49,9 +49,9 @@ def read_stage(ctx: JudgeContext) -> int:
 
 @dataclass(frozen=True)
 class Division:
-    """What one rank of tp has of the parameters, and by how many shards and copies that is divided.
+    """The parts of the parameters that one tp rank holds, and the numbers of shards and copies of these parts.
 
-    ``shapes`` are those of its parts, by the parameter's name, and ``ranks`` are the ranks with this coordinate of tp.
+    ``shapes`` maps a parameter's name to the shape of its part. ``ranks`` are the ranks with this coordinate of tp.
     """
 
     shapes: Mapping[str, tuple[int, ...]]

@@ -33,10 +33,10 @@ PARAMETER_COUNTS = (300, 500)
 
 CHECKPOINT_COUNTS = (30, 100)
 
-# DeepSpeed's stage 3 may leave the first 100 elements of a model whole; layers of this size all cost the same.
+# DeepSpeed's stage 3 may leave the first 100 elements of a model unsharded; layers of this size all cost the same.
 LAYER_ELEMENTS = 128
 
-# In its second backward DeepSpeed's stage 3 makes n^2 calls, once, to plan by the order of the first backward.
+# DeepSpeed's stage 3 makes n^2 calls once, in its second backward, to plan from the order of the first backward.
 WARMUP_BACKWARDS = 2
 
 
@@ -68,7 +68,7 @@ class CheckpointedLayers(nn.Module):
 
 
 def add_split_layers(ctx: RankContext, model: nn.Module) -> nn.Module:
-    """Give ``model`` the layers, attention or experts that the mesh splits, which no forward calls, and return it."""
+    """Add to ``model`` the layers, attention or experts that the mesh splits and no forward calls, and return it."""
     plans = {TENSOR: ctx.config.tp_plan, CONTEXT: ctx.config.cp_plan, EXPERT: ctx.config.ep_plan}
     for name in chain.from_iterable(plans.get(axis, ()) for axis in ctx.config.mesh.axes):
         model.add_module(name, ctx.spec.model(ctx.seed).get_submodule(name))
@@ -116,7 +116,7 @@ def count_calls(function: Callable[[Tensor], None], argument: Tensor) -> int:
         seen += event in ("call", "c_call")
 
     before, collects = sys.getprofile(), gc.isenabled()
-    # A collection would run the finalizers of an earlier engine's objects, and their calls would count.
+    # A garbage collection would run finalizers of an earlier engine's objects, and their calls would be counted.
     gc.disable()
     sys.setprofile(count_call)
     try:
@@ -131,13 +131,13 @@ def count_calls(function: Callable[[Tensor], None], argument: Tensor) -> int:
 def judge_hook_count(ctx: JudgeContext) -> Iterator[Comparison]:
     """Check that the number of calls grows linearly with the number of parameters and of checkpoints.
 
-    From 300 to 500 parameters, the calls may double. A number of a + bn calls grows less, also if up to 100 parameters
-    cost less than the others, as those that DeepSpeed's stage 3 does not partition. If the number of calls were
-    a + bn + cn^2, the law would fail for c > (a + 100b) / 70,000.
+    From 300 to 500 parameters, the calls may double. A number of a + bn calls grows less, even if up to 100 parameters
+    cost less than the others, such as parameters that DeepSpeed's stage 3 does not partition. If the number of calls
+    were a + bn + cn^2, the law would fail for c > (a + 100b) / 70,000.
 
-    For 100 / 30 times as many checkpoints, the calls may grow by this factor; with cn^2 further calls the law would
-    fail for c > a / 3,000. As a is a few hundred calls, and b a few hundred at most, one call for every pair of
-    parameters or checkpoints is far above both limits.
+    If the number of checkpoints grows by the factor 100 / 30, the calls may grow by this factor. With cn^2 further
+    calls the law would fail for c > a / 3,000. As a is a few hundred calls, and b a few hundred at most, one call for
+    every pair of parameters or checkpoints is far above both limits.
 
     The number of calls in the last training step may exceed that in an earlier step by less than the number of
     parameters.
@@ -164,11 +164,11 @@ def compare_calls(place: TensorLocation, calls: Tensor, allowed: Tensor) -> Comp
 LAWS = (
     resource_law(
         "hook_count",
-        "a backward makes O(parameters) Python calls, with or without checkpointing, and not more in later steps",
+        "a backward makes O(parameters) Python calls, with and without checkpointing, and no more in later steps",
         observe_hook_count,
         judge_hook_count,
         Feature.STEADINESS,
-        kept_because="the only law that counts work instead of numbers",
+        kept_because="the only law that counts calls instead of comparing numbers",
         mesh_support=MeshSupport.OWN_MODELS,
     ),
 )

@@ -1,4 +1,4 @@
-"""Define laws that find leaks: a closed engine leaves no hook or object, and longer training does not add any."""
+"""Define laws that find leaks: a closed engine leaves no hook or object, and longer training adds no object."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from zharness.parity import Comparison, Part, Tier, compare_bitwise, compare_ran
 
 WARMUP_ENGINES, ENGINE_COUNT, STEPS = 2, 4, 3
 
-SETTLING_BARRIERS = 8  # more than a backend has threads
+SETTLING_BARRIERS = 8  # more barriers than a backend has threads
 
 
 def observe_close(ctx: RankContext) -> None:
@@ -33,7 +33,7 @@ def observe_close(ctx: RankContext) -> None:
     train_and_close(ctx, ctx.build_engine_around(model, optimizer=PLAIN_ADAMW))
     whole = all(type(p) is nn.Parameter and p.shape == shapes[name] for name, p in model.named_parameters())
     ctx.record("whole", {"whole": scalar(whole)})
-    if is_true_on_all_ranks(ctx, whole):  # on all ranks or on none, because a leftover hook may run a collective
+    if is_true_on_all_ranks(ctx, whole):  # on all ranks or on no rank, because a leftover hook may run a collective
         ctx.record("params", dict(model.named_parameters()))
         model.zero_grad()
         ctx.loss(model, STEPS).backward()  # type: ignore[no-untyped-call]
@@ -51,7 +51,7 @@ def is_true_on_all_ranks(ctx: RankContext, value: bool) -> bool:
 
 
 def judge_close(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Check that the model is freed, and that its backward without the engine equals plain PyTorch's on every rank."""
+    """Check that the model is freed, and that its backward after the engine is closed equals plain PyTorch's."""
     yield from compare_ranks(
         ctx.location("whole", Part.GATHER), [record["whole"] for record in ctx.rank_records("whole")]
     )
@@ -73,7 +73,7 @@ def observe_no_leak(ctx: RankContext) -> None:
         measure_after(partial(train_and_close_engines, ctx, engines))
         for engines in (WARMUP_ENGINES - 1, 1, ENGINE_COUNT - 1, 1)
     ]
-    # Recorded only now, because records are tensors themselves.
+    # The counts are recorded only here, because records are tensors too.
     for label, counts_of_steps in (("living", living), ("closed", closed)):
         for at, counts in enumerate(counts_of_steps):
             ctx.record(label, {name: scalar(value) for name, value in counts.items()}, at)
@@ -125,7 +125,7 @@ def measure_process() -> dict[str, int]:
 
 
 def get_storage(tensor: Tensor) -> tuple[int, int] | None:
-    """Return the address and size of a tensor's storage, or None for a DTensor or sparse tensor, which has none."""
+    """Return the address and size of a tensor's storage, or None for DTensors and sparse tensors, which have none."""
     try:
         storage = tensor.untyped_storage()
         return storage.data_ptr(), storage.nbytes()
@@ -153,18 +153,18 @@ LAWS = (
         name="resources.close",
         statement="an engine that is closed and deleted releases the model and leaves no hook on it",
         tier=Tier.EXACT,
-        models=("exact",),  # can also judge an engine with its own kernels
+        models=("exact",),  # an engine with its own kernels can be judged too
         observe=observe_close,
         judge=judge_close,
         dtypes=("fp32",),
-        kept_because="the only law that uses a model after its engine",
+        kept_because="the only law that uses a model after its engine is closed",
     ),
     resource_law(
         "no_leak",
-        "further training keeps no more tensors, threads or open files, and closed engines keep none",
+        "longer training keeps no further tensors, threads or open files, and closed engines keep none",
         observe_no_leak,
         judge_no_leak,
         Feature.STEADINESS,
-        kept_because="the only law that counts threads, files, and tensors that no record names",
+        kept_because="the only law that counts threads, open files, and tensors that are not recorded",
     ),
 )

@@ -61,7 +61,7 @@ LAWS = (
         judge_poisoned_memory,
         Feature.STEADINESS,
         models=("mlp", "conv"),
-        weights_stay_integers=True,  # gradients are those of the initial weights
+        weights_stay_integers=True,  # only gradients at the initial weights are compared
         variants=(Variant(),),
         setting_support=SettingSupport.WINDOWS_AND_CALLS,
         kept_because="the only law that distinguishes memory that was never written from zeros",

@@ -46,8 +46,8 @@ def build_engine(ctx: RankContext, buffer: Tensor) -> Engine:
 def observe_buffer_kinds(ctx: RankContext) -> None:
     """Train an engine, save a checkpoint, load it into another engine, and record the buffer in each state.
 
-    A buffer that is not persistent has other values in the engine that is saved, and in the other one gets its values
-    after the construction; the load has to leave them.
+    A buffer that is not persistent has other values in the engine that is saved. In the engine that loads, the buffer
+    gets its values after construction, and the load must not change them.
     """
     buffer = KINDS[ctx.variant]
     saved, loaded = build_engine(ctx, buffer), build_engine(ctx, torch.zeros_like(buffer))
@@ -71,7 +71,7 @@ def observe_buffer_kinds(ctx: RankContext) -> None:
 
 
 def record_buffer(ctx: RankContext, engine: Engine, state: int) -> None:
-    """Record the engine's buffer in state number ``state`` of STATES, and whether modules that share it still do."""
+    """Record the engine's buffer in state number ``state`` of STATES, and whether modules still share the buffer."""
     buffer = engine.module.get_buffer(NAME)
     ctx.record(NAME, describe_buffer(buffer), state)
     if ctx.variant == SHARED:  # an engine may have put a wrapper around the other module

@@ -41,7 +41,7 @@ def record_changes(ctx: RankContext, before: Mapping[str, Tensor], after: Mappin
 
 
 def find_changes(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return for each entry of ``before`` 1 if it is missing in ``after`` or another tensor there, or else 0."""
+    """Return for each entry of ``before`` 1 if it is missing in ``after`` or has other values there, and else 0."""
     return {
         name: torch.tensor(float(name not in after or not after[name].equal(value))) for name, value in before.items()
     }

@@ -30,13 +30,13 @@ def observe_consolidate(ctx: RankContext) -> None:
     ctx.record("full", full)
     ctx.record("tied", index_shared_memory(full))
     for tensor in full.values():
-        tensor.zero_()  # the state dict is the caller's: the engine has to train on its own weights
+        tensor.zero_()  # the caller owns the state dict, and the engine must not use its tensors
     ctx.loss(engine, 1)
     engine.close()
 
 
 def index_shared_memory(state: dict[str, Any]) -> dict[str, Tensor]:
-    """Return, for each tensor of ``state``, the place by name of the first tensor that shares its memory."""
+    """Return, for each tensor of ``state``, the position in name order of the first tensor that shares its memory."""
     first_positions: dict[int, int] = {}
     return {
         name: torch.tensor(
@@ -51,7 +51,7 @@ def judge_consolidate(ctx: JudgeContext) -> Iterator[Comparison]:
     plain = ctx.baseline.build_module().state_dict()
     for rank, full in enumerate(ctx.rank_records("full")):
         check_names("full_state_dict", plain, full)
-        # A state dict may hold the masters of narrow weights, which a model in the narrow dtype rounds again.
+        # A state dict may hold master weights, which a model in the narrow dtype rounds when it loads them.
         params, masters = ctx.rank_records("params")[rank], ctx.rank_records("masters")[rank]
         for name, tensor in plain.items():
             place = ctx.location(name, Part.GATHER, rank=rank)
@@ -71,7 +71,7 @@ def judge_consolidate(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def compute_loaded_loss(ctx: JudgeContext, coordinate: int) -> Tensor:
-    """Return a plain model's loss on the second micro-batch of a data coordinate, whose first rank's dict it loads."""
+    """Load the state dict of a data coordinate's first rank into a plain model, and return its second loss there."""
     module, batch = ctx.baseline.build_module(), ctx.baseline.batch(coordinate, 1)
     first, *_ = ctx.mesh.list_ranks(coordinate, ctx.world_size)
     module.load_state_dict(dict(ctx.rank_records("full")[first]))
@@ -90,6 +90,6 @@ LAWS = (
         compares_later_forwards=True,
         variants=(Variant(model_scope=ModelScope.ANY),),
         setting_support=SettingSupport.WINDOWS_AND_CALLS,
-        kept_because="the only law that gives the weights to a plain model",
+        kept_because="the only law that loads an engine's weights into a plain model",
     ),
 )

@@ -1,7 +1,7 @@
-"""Define the law state.one_folder: a load brings back what was last saved to its folder, whatever else happened to it.
+"""Define the law state.one_folder: a load restores the last of several saves to its folder.
 
-An engine that remembers which checkpoint a folder had, or that does not save again at the same number of steps, brings
-back something older.
+An engine restores an older state if it remembers which checkpoint a folder had, or if it does not save again at the
+same number of steps.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PARTS = {"params": Part.GATHER, "masters": Part.OPTIMIZER, "state": Part.OPTIMIZ
 
 
 def observe_one_folder(ctx: RankContext) -> None:
-    """Save to one folder twice, with what the law variant does between both; load after a further step."""
+    """Save to one folder twice, make the law variant's change between both saves, and load after a further step."""
     engine = ctx.build_engine(optimizer=PLAIN_ADAMW)
     train_steps(ctx, engine, range(1), "before")
     with shared_folder() as folder:
@@ -70,7 +70,7 @@ def judge_one_folder(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     Law(
         name="state.one_folder",
-        statement="a load brings back the last of several saves to one folder, at whatever number of steps it was made",
+        statement="a load restores the last of several saves to one folder, even if two saves have the same step count",
         tier=Tier.EXACT,
         models=("mlp",),
         observe=observe_one_folder,
@@ -83,6 +83,6 @@ LAWS = (
             Variant(EDITED, (Feature.EDITS,), compares_engine_with_itself=True),
             Variant(WRITTEN, (Feature.WRITE_IN, Feature.WRITE_IN_FORWARD), compares_engine_with_itself=True),
         ),
-        kept_because="the only law that loads a folder twice, and that saves twice after one number of steps",
+        kept_because="the only law that loads from one folder twice, and that saves twice at the same step count",
     ),
 )

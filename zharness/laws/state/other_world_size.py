@@ -1,4 +1,4 @@
-"""Define the law state.other_world_size: a checkpoint of some ranks is loaded by more of them, or by fewer."""
+"""Define the law state.other_world_size: a checkpoint can be loaded on more or on fewer ranks than saved it."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from zharness.laws.state.common import (
 from zharness.parity import Comparison, Part, Tier, compare_bitwise
 from zharness.parity.compare import check_names
 
-MORE, FEWER = "more", "fewer"  # the ranks that load, beside those that saved
+MORE, FEWER = "more", "fewer"  # whether more or fewer ranks load than saved
 SAVED, LOADED = "saved", "loaded"
-BUFFER = "seen"  # a buffer of which each rank has a value of its own
+BUFFER = "seen"  # a buffer that has a different value on each rank
 PARTS = {"params": Part.GATHER, "masters": Part.OPTIMIZER, "state": Part.OPTIMIZER, "facts": Part.OPTIMIZER}
 
 
 def count_fewer_ranks(ctx: RankContext) -> int:
-    """Return the size of the smaller world: one rank less, or what mesh and options allow."""
+    """Return the size of the smaller world: one rank less, or the largest size below that mesh and options allow."""
     smallest = ctx.config.mesh.smallest_world
     options = [ctx.capabilities.engine_options[name] for name in ctx.setting.options]
     of_options = (math.lcm(option.world_size_factor, smallest * option.shard_factor) for option in options)
@@ -45,9 +45,9 @@ def count_fewer_ranks(ctx: RankContext) -> int:
 def observe_other_world_size(ctx: RankContext) -> None:
     """Save on some ranks, and load on more or fewer of them. The other ranks wait.
 
-    In the variant ``more`` the loaded engine makes a step, which all ranks of the cell train. The group of the smaller
-    world is not destroyed, because torch's DeviceMesh keeps its name for later engines of the process. An engine of the
-    smaller world may make further groups, after which all ranks have to give the next group the same name.
+    In the variant ``more``, the loaded engine makes a step on all ranks of the cell. The group of the smaller world is
+    not destroyed, because torch's DeviceMesh keeps the group's name for later engines of the process. An engine of the
+    smaller world may create further groups; afterwards all ranks have to give the next group the same name.
     """
     fewer = count_fewer_ranks(ctx)
     group = dist.new_group(list(range(fewer)))
@@ -94,12 +94,12 @@ def load(ctx: RankContext, folder: Path) -> None:
 
 
 def judge_other_world_size(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare what each rank loaded with what was saved, bitwise, and judge the next step.
+    """Compare the tensors that each rank loaded bitwise with the saved ones, and judge the next step.
 
-    A rank that the checkpoint does not have gets the buffers of rank 0. No load changes torch's generator.
+    A rank for which the checkpoint has no buffers gets those of rank 0. A load must not change torch's generator.
     """
     sizes = {name: int(size) for name, size in ctx.rank_records("sizes")[0].items()}
-    saving, loading = (ctx.evidence[: sizes[name]] for name in (SAVED, LOADED))  # the others recorded nothing
+    saving, loading = (ctx.evidence[: sizes[name]] for name in (SAVED, LOADED))  # the other ranks recorded nothing
     for rank, evidence in enumerate(loading):
         for what, part in PARTS.items():
             saved, loaded = saving[0].get(f"{what}-{SAVED}", SAVE_STEP), evidence.get(f"{what}-{LOADED}", SAVE_STEP)
@@ -128,7 +128,7 @@ LAWS = (
         judges_split_sums=True,
         variants=(Variant(MORE), Variant(FEWER, compares_engine_with_itself=True)),
         mesh_support=MeshSupport.SMALLER_WORLDS,
-        kept_because="the only law that loads on another number of ranks than saved",
+        kept_because="the only law that loads on a different number of ranks than saved",
         needs_fresh_ranks=True,
     ),
 )

@@ -28,8 +28,8 @@ LOADED_WRONG = "the load raised nothing, and the tensor is not what was saved"
 def damage_content(damage: str, content: bytes, saved: Iterable[Tensor]) -> bytes:
     """Return a file's ``content`` truncated to its first half, or of the same length with one byte changed.
 
-    The byte belongs to one of the ``saved`` tensors if the file has any of them uncompressed: elsewhere in a file a
-    changed byte breaks the file's format, which a load notices without checksums.
+    The byte belongs to one of the ``saved`` tensors if the file holds any of them uncompressed. A byte changed
+    elsewhere would break the file's format, and a load would notice this without checksums.
     """
     middle = len(content) // 2
     if damage == TRUNCATED:
@@ -44,7 +44,7 @@ def damage_content(damage: str, content: bytes, saved: Iterable[Tensor]) -> byte
 
 
 def observe_refuse_damaged(ctx: RankContext) -> None:
-    """Damage each file of a checkpoint in turn, load, and record for each file whether the load raised, and the state.
+    """Damage each file of a checkpoint in turn, load, and record whether the load raised, and the state after it.
 
     Before each load the engine makes a step, so that its state differs from the one that was saved.
     """
@@ -78,7 +78,7 @@ def observe_refuse_damaged(ctx: RankContext) -> None:
 
 
 def judge_refuse_damaged(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Check after each load that all ranks raised and kept their state, or that all have the state that was saved.
+    """Check that after each load all ranks raised and kept their state, or all ranks have the saved state.
 
     A checkpoint may have files that a load does not need.
     """

@@ -16,7 +16,7 @@ from zharness.law_kit.rank_context import RankContext
 from zharness.laws.state.common import compare_changes, record_changes, train_steps
 from zharness.parity import Comparison, Part, Tier, compare_bitwise
 
-EMPTY, ABSENT = "empty", "absent"  # a folder without files, and a path where no folder is
+EMPTY, ABSENT = "empty", "absent"  # a folder without files, and a path that does not exist
 
 
 def observe_refuse_missing(ctx: RankContext) -> None:
@@ -46,7 +46,7 @@ def judge_refuse_missing(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     Law(
         name="state.refuse_missing",
-        statement="a load where no checkpoint is raises on every rank, and changes no weight, state or process setting",
+        statement="a load without a checkpoint raises on every rank, and changes no weight, state or process setting",
         tier=Tier.EXACT,
         models=("mlp",),
         observe=observe_refuse_missing,
@@ -54,6 +54,6 @@ LAWS = (
         features=(Feature.CHECKPOINT,),
         weights_stay_integers=False,
         variants=tuple(Variant(name, compares_engine_with_itself=True) for name in (EMPTY, ABSENT)),
-        kept_because="the only loads without a file: an engine that goes on trains from its initial weights",
+        kept_because="the only loads without a file: an engine that does not raise trains from its initial weights",
     ),
 )

@@ -35,7 +35,7 @@ class PickledCommand:
 
 
 def observe_refuse_pickle(ctx: RankContext) -> None:
-    """Replace each file of a checkpoint in turn by one that contains a command, and record whether the load raises."""
+    """Replace each file of a checkpoint in turn by a file with a command, and record whether the load raises."""
     engine = ctx.build_engine()
     train_steps(ctx, engine, range(1), "before")
     with shared_folder() as folder:
@@ -76,7 +76,7 @@ def judge_refuse_pickle(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     Law(
         name="state.refuse_pickle",
-        statement="a checkpoint whose files carry a command is refused on every rank, and the command never runs",
+        statement="a load of a file that contains a command raises on every rank, and the command never runs",
         tier=Tier.EXACT,
         models=("mlp",),
         observe=observe_refuse_pickle,

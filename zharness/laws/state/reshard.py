@@ -52,7 +52,7 @@ def judge_reshard(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     Law(
         name="state.reshard",
-        statement="every stage loads a checkpoint of any other stage bitwise, and its next step is plain PyTorch's",
+        statement="every stage loads a checkpoint of any other stage bitwise, and the next step is plain PyTorch's",
         tier=Tier.STAGED,
         models=("mlp",),
         observe=observe_reshard,
@@ -61,6 +61,6 @@ LAWS = (
         weights_stay_integers=False,
         judges_split_sums=True,
         setting_support=SettingSupport.WINDOWS_AND_CALLS,
-        kept_because="the only law that loads at another stage",
+        kept_because="the only law that saves at one stage and loads at another",
     ),
 )

@@ -26,10 +26,10 @@ from zharness.parity import Comparison, Part, Tier, compare_bitwise
 from zharness.parity.compare import check_names, is_bitwise_equal
 
 CONTINUED_STEPS = range(SAVE_STEP, SAVE_STEP + 2)
-# Snapshots of weights, master weights and optimizer state that a rank records: two before the load ("forgotten",
-# "unsaved"), and of both engines one before each continued step and one after the last.
+# The number of snapshots of weights, master weights and optimizer state that a rank records: two before the load
+# ("forgotten", "unsaved"), and for both engines one before each continued step and one after the last step.
 RECORDED_SNAPSHOTS = 2 + 2 * (len(CONTINUED_STEPS) + 1)
-RECORDED_BUFFERS = 3  # of the loaded engine before and after the load, and of the engine that saved
+RECORDED_BUFFERS = 3  # buffers of the loading engine before and after the load, and of the engine that saved
 
 IDLE_NUMEL = 3
 
@@ -38,7 +38,7 @@ UNLOADED_BUFFER_HINT = "it is the buffer from before the load"
 UNLOADED_HINT = "it is the value from before the load"
 UNLOADED_WEIGHTS_HINT = "the forward used the weights from before the load"
 
-# Options of optimizers that keep more state than others, or that a load may reset to their defaults.
+# Options with which an optimizer keeps more state, or that a load may reset to their defaults.
 RESUMED_OPTIMIZERS = {
     **TRAJECTORY_OPTIMIZERS,
     "amsgrad": OptimizerSpec("adamw", {"lr": 1e-2, "amsgrad": True, "maximize": True}),
@@ -51,7 +51,7 @@ FALLING_SCHEDULE = (
     0.25,
     0.125,
     0.0625,
-)  # a different factor for every step, and one for the step after the last
+)  # a different factor for every step, and one more after the last step
 
 
 FROZEN_LAYER = "first"
@@ -60,8 +60,8 @@ FROZEN_LAYER = "first"
 def build_engine_with_buffer(ctx: RankContext, optimizer: OptimizerSpec, frozen_factor: float = 1.0) -> Engine:
     """Build an engine around a model with a buffer.
 
-    In the law variant "idle" it has an unused parameter, in "transposed" weights that are not contiguous, and in
-    "frozen" a frozen layer, whose weights are multiplied by ``frozen_factor``.
+    In the law variant "idle" the model has an unused parameter. In "transposed" it has weights that are not contiguous.
+    In "frozen" it has a frozen layer, whose weights are multiplied by ``frozen_factor``.
     """
     model = ctx.spec.model(ctx.seed)
     model.register_buffer("seen", torch.zeros(()))
@@ -79,7 +79,7 @@ def build_engine_with_buffer(ctx: RankContext, optimizer: OptimizerSpec, frozen_
 
 def observe_resume(ctx: RankContext) -> None:
     """Save a checkpoint of one engine, load it into another, and record how both continue training."""
-    buffers_differ = ctx.variant == "buffers"  # between ranks, like running statistics
+    buffers_differ = ctx.variant == "buffers"  # buffers differ between ranks, like running statistics
     optimizer = replace(RESUMED_OPTIMIZERS.get(ctx.variant, RESHARD_OPTIMIZER), schedule=FALLING_SCHEDULE)
     never, resumed = build_engine_with_buffer(ctx, optimizer), build_engine_with_buffer(ctx, optimizer, -1.0)
     train_steps(ctx, never, range(SAVE_STEP), "before")
@@ -87,8 +87,8 @@ def observe_resume(ctx: RankContext) -> None:
     run_eval_forward(ctx, resumed, "before-load")
     record_snapshot(ctx, resumed, SAVE_STEP, "before-load")
     ctx.record("buffers-before-load", dict(resumed.module.named_buffers()))
-    # A forward that computes a statistic anew assigns a new tensor to the buffer, as this line does.
-    # Not by attribute: a compiled module looks up attributes in the module that it wraps.
+    # This line assigns a new tensor to the buffer, as a forward that recomputes a statistic does. It does not assign
+    # the attribute, because a compiled module looks up attributes in the module that it wraps.
     registered = never.module._buffers
     registered["seen"] = torch.full_like(cast(Tensor, registered["seen"]), 1 + ctx.rank * buffers_differ)
     record_snapshot(ctx, never, SAVE_STEP, "unsaved")
@@ -119,7 +119,7 @@ def shares_buffers(ctx: RankContext) -> bool:
 
 
 def continue_from_buffers(never: Engine, resumed: Engine) -> None:
-    """Give ``never`` the buffers that ``resumed`` has loaded, so that both continue from the same ones."""
+    """Copy the buffers that ``resumed`` has loaded into ``never``, so that both continue from the same buffers."""
     loaded = dict(resumed.module.named_buffers())
     with torch.no_grad():
         for name, buffer in never.module.named_buffers():
@@ -155,7 +155,7 @@ def compare_evaluations(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def hint_unloaded(ctx: JudgeContext, what: str, comparisons: Iterator[Comparison]) -> Iterator[Comparison]:
-    """Add a hint to a mismatch of the first snapshot after the load if the tensor is that of before the load."""
+    """Add a hint to a mismatch in the first snapshot after the load if the tensor still has its value from before."""
     before, after = (ctx.rank_records(f"{what}-{label}", SAVE_STEP) for label in ("before-load", "resumed"))
     for comparison in comparisons:
         place = comparison.location
@@ -167,7 +167,7 @@ def hint_unloaded(ctx: JudgeContext, what: str, comparisons: Iterator[Comparison
 
 
 def find_source(saved: Sequence[Mapping[str, Tensor]], loaded: Sequence[Mapping[str, Tensor]]) -> int:
-    """Return the rank that saved the most of the buffers that all ranks loaded, the first of several such ranks."""
+    """Return the first rank whose saved buffers equal the most of the buffers that all ranks loaded."""
 
     def count_equal(source: int) -> int:
         """Return how many buffers of all ranks are bitwise equal to those that the rank ``source`` saved."""

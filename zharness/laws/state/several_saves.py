@@ -1,4 +1,4 @@
-"""Define the law state.several_saves: each checkpoint of one engine brings back the state in which it was saved."""
+"""Define the law state.several_saves: each checkpoint of one engine restores the state that was saved."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ from zharness.workload.exact_mlp import WIDTH
 STEPS = 3
 BEFORE_ANY_STEP, FROZEN, IDLE, FLOAT64 = "before_any_step", "frozen", "idle", "float64"
 UNFROZEN = "unfrozen"  # the layer that is frozen when the engine is built is unfrozen before the step SPECIAL_STEP
-EDITED, WRITTEN = "edited", "written"  # what is saved was changed after the last step
+EDITED, WRITTEN = "edited", "written"  # weights or optimizer state are changed between the last step and the save
 SPECIAL_STEP = 1  # the step in which an expert is frozen, or idle
 CHANGED_STEP = 2  # the number of steps after which weights or state are changed, and a checkpoint is saved
 EXPERT = 1
 WIDE_EXPERT = 2  # the expert whose weights are float64
-WIDE_VALUE = 0.1  # no narrower dtype holds it
+WIDE_VALUE = 0.1  # no dtype narrower than float64 holds this value exactly
 FROZEN_AT_START = "last"
-# The number of steps of each checkpoint, in the order in which the checkpoints are loaded. That of STEPS overwrites the
-# checkpoint that was saved before the step SPECIAL_STEP.
+# The number of steps of each checkpoint, in the order in which the checkpoints are loaded. The one of STEPS overwrites
+# the checkpoint that was saved before the step SPECIAL_STEP.
 LOADS = {
     BEFORE_ANY_STEP: (2, 0, STEPS),
     **dict.fromkeys(("", FROZEN, UNFROZEN, IDLE, FLOAT64, EDITED, WRITTEN), (2, STEPS)),
 }
-OVERWRITTEN = {"": SPECIAL_STEP}  # the number of steps of a checkpoint that is saved although none loads it
+OVERWRITTEN = {"": SPECIAL_STEP}  # the number of steps of a checkpoint that is saved and never loaded
 OWN, OTHER = "own", "other"  # the engine that saved the checkpoints, and a second engine that loads them
 PARTS = {
     "params": Part.GATHER,
@@ -60,7 +60,7 @@ PARTS = {
 UNLOADED_WEIGHT_HINT = "it is the weight from before the load"
 NARROW_GRAD_HINT = "of the step's gradients in the engines that saved and loaded, one alone was reduced in bf16"
 UNLOADED_HINTS = {"params": UNLOADED_WEIGHT_HINT, "full": UNLOADED_WEIGHT_HINT, "buffers": UNLOADED_BUFFER_HINT}
-# Values that no narrower dtype holds; every step changes them.
+# Values that no narrower dtype holds exactly; every step changes them.
 BUFFERS: Mapping[str, Tensor] = {
     "count": torch.tensor([2**53 - 64]),
     "mean": torch.tensor([1.0 / 3]),
@@ -70,7 +70,7 @@ BUFFERS: Mapping[str, Tensor] = {
 
 @torch.no_grad()
 def build_wide_expert(seed: int) -> nn.Module:
-    """Return an expert whose weights are float64, with a value that depends on ``seed`` and that float32 has not."""
+    """Return an expert with float64 weights, whose values depend on ``seed`` and cannot be represented in float32."""
     expert = make_wide(nn.Linear(HIDDEN, WIDTH))
     for parameter in expert.parameters():
         parameter.fill_(WIDE_VALUE / (seed + 1))
@@ -85,7 +85,7 @@ def build_engine(ctx: RankContext, seed: int) -> Engine:
     model.get_submodule(FROZEN_AT_START).requires_grad_(False)
     for name, value in BUFFERS.items():
         model.register_buffer(name, value.clone())
-    # DeepSpeed links optimizer state to its weights before later groups have any, which would hide all else here.
+    # DeepSpeed links optimizer state to weights before later groups have state; this error would hide all others here.
     optimizer = replace(ADAMW, groups=()) if ctx.variant == WRITTEN else ADAMW
     return ctx.build_engine_around(model, optimizer=optimizer)
 
@@ -100,15 +100,15 @@ def freeze(engine: Engine) -> Iterator[None]:
 
 
 def freeze_if(ctx: RankContext, engine: Engine, steps: int) -> AbstractContextManager[None]:
-    """Return a context in which an expert is frozen, if it is frozen in the step before ``steps`` steps are made."""
+    """Return a context that, in the variant FROZEN, freezes an expert for saves and loads around SPECIAL_STEP."""
     return freeze(engine) if ctx.variant == FROZEN and steps in (SPECIAL_STEP, SPECIAL_STEP + 1) else nullcontext()
 
 
 def train(ctx: RankContext, engine: Engine, step: int, label: str) -> None:
     """Make step number ``step``, and change every buffer. In the variant ``unfrozen`` a layer is unfrozen first.
 
-    Gradients are recorded in this variant of an engine that reduces them in another dtype, where the forward that saw
-    the layer frozen may have chosen theirs.
+    In this variant, gradients are recorded if the engine reduces them in another dtype: the forward in which the layer
+    was frozen may have chosen the dtype of its gradients.
     """
     if ctx.variant == UNFROZEN and step >= SPECIAL_STEP:
         engine.module.get_submodule(FROZEN_AT_START).requires_grad_(True)
@@ -127,7 +127,7 @@ def train(ctx: RankContext, engine: Engine, step: int, label: str) -> None:
 
 
 def discard_backward(ctx: RankContext, engine: Engine) -> None:
-    """Run a backward and drop its gradients, so that the steps that follow sum over ranks in one order."""
+    """Run a backward and discard its gradients, so that all following steps sum over ranks in the same order."""
     batch = ctx.batch(STEPS)
     engine.backward(ctx.spec.loss(engine(batch.inputs, route=ALL_EXPERTS), batch.target))
     engine.zero_grad()
@@ -172,7 +172,7 @@ def observe_several_saves(ctx: RankContext) -> None:
 
 
 def change_before_save(ctx: RankContext, engine: Engine) -> None:
-    """Edit every weight in the variant ``edited``, and write every entry of optimizer state in ``written``."""
+    """In the variant ``edited`` edit every weight, and in ``written`` write every entry of optimizer state."""
     if ctx.variant == EDITED:
         values = new_values(engine.full_params(), ctx.seed)
         with require_gathered(engine).gathered(list(values)) as weights, torch.no_grad():
@@ -205,7 +205,7 @@ def read_requires_grad(engine: Engine) -> dict[str, Tensor]:
 
 
 def find_folder(root: Path, steps: int) -> Path:
-    """Return the folder of the checkpoint of ``steps`` steps; the last one shares that of SPECIAL_STEP."""
+    """Return the folder of the checkpoint of ``steps`` steps; the last checkpoint uses the folder of SPECIAL_STEP."""
     folder = root / str(SPECIAL_STEP if steps == STEPS else steps)
     folder.mkdir(exist_ok=True)
     return folder
@@ -232,9 +232,9 @@ def judge_several_saves(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def hint_unloaded(ctx: JudgeContext, comparison: Comparison, what: str, label: str, steps: int) -> Comparison:
-    """Add a hint to a mismatch of a buffer or weight that the load of the checkpoint of ``steps`` steps left as it was.
+    """Add a hint to a mismatch of a buffer or weight that the load of the checkpoint of ``steps`` steps did not change.
 
-    ``what`` is the record that has the buffer or weight.
+    ``what`` is the label of the record that contains the buffer or weight.
     """
     loads = LOADS[ctx.variant]
     at = loads.index(steps)
@@ -250,10 +250,10 @@ def hint_unloaded(ctx: JudgeContext, comparison: Comparison, what: str, label: s
 
 
 def hint_narrow_grad(ctx: JudgeContext, comparison: Comparison, _what: str, label: str, steps: int) -> Comparison:
-    """Add a hint to a mismatch after the step that followed a load if only one engine reduced its gradient in bf16.
+    """Add a hint to a mismatch after the step that follows a load if only one engine reduced its gradient in bf16.
 
-    One is the engine that saved the checkpoint of ``steps`` steps, and the other the one that loaded it. Both gradients
-    have to be the mean of the ranks' right ones, but for rounding in bf16.
+    The two engines are the one that saved the checkpoint of ``steps`` steps and the one that loaded it. Both gradients
+    have to equal the mean of the ranks' correct gradients, apart from rounding in bf16.
     """
     if comparison.mismatch is None or not ctx.has_record("grads-saved"):
         return comparison
@@ -275,7 +275,7 @@ def compute_grads(ctx: JudgeContext, weights: Mapping[str, Tensor], data: int, s
 
 
 def compare_states(ctx: JudgeContext, label: str, steps: int) -> Iterator[Comparison]:
-    """Compare optimizer state bitwise with that of the checkpoint; an entry that is missing counts as zeros."""
+    """Compare optimizer state bitwise with that of the checkpoint; a missing entry counts as zeros."""
     for rank, (saved, loaded) in enumerate(
         zip(ctx.rank_records("state-saved", steps), ctx.rank_records(label, steps), strict=True)
     ):
@@ -288,14 +288,14 @@ def compare_states(ctx: JudgeContext, label: str, steps: int) -> Iterator[Compar
 LAWS = (
     Law(
         name="state.several_saves",
-        statement="each of several checkpoints brings back the state in which it was saved, into any engine",
+        statement="each of several checkpoints restores the saved state, in the engine that saved it and in another",
         tier=Tier.EXACT,
         models=("experts",),
         observe=observe_several_saves,
         judge=judge_several_saves,
         features=(Feature.CHECKPOINT, Feature.PARAMETERS, Feature.PARAM_GROUPS, Feature.SCHEDULE),
         weights_stay_integers=False,
-        dtypes=("fp32",),  # a frozen layer may keep fp32 whatever the dtype of the others is
+        dtypes=("fp32",),  # a frozen layer may keep fp32 weights when the others are low precision
         variants=(
             Variant(compares_engine_with_itself=True),
             Variant(BEFORE_ANY_STEP, compares_engine_with_itself=True),

@@ -30,7 +30,7 @@ from zharness.parity import Comparison, Part, Tier, compare_bitwise
 
 ADAM_MOMENTS = ("exp_avg", "exp_avg_sq")
 
-# Files and folders of a checkpoint, one of each kind, as paths below its folder; {} is a parameter's name.
+# One file or folder of each kind in a checkpoint, as paths below its folder; {} stands for a parameter's name.
 CHECKPOINT_PIECES = ("zero/optimizer_state.pt", "zero/{}/fp32.pt", "zero/{}/exp_avg.pt", "zero/{}")
 
 
@@ -49,8 +49,8 @@ def write_universal_checkpoint(
 ) -> None:
     """Write a universal checkpoint like DeepSpeed's ds_to_universal.
 
-    If ``flat`` is true, the files are like those of a conversion from stage 3, and otherwise like those from stage 1 or
-    2.
+    If ``flat`` is true, the files are like those of a conversion from stage 3; otherwise they are like those of a
+    conversion from stage 1 or 2.
     """
     count = torch.tensor(float(step))
     for name, entries in values.items():
@@ -148,7 +148,7 @@ def judge_universal(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     Law(
         name="state.universal",
-        statement="DeepSpeed's universal checkpoint loads and continues; an incomplete one raises and changes nothing",
+        statement="DeepSpeed's universal checkpoint is loaded and continued; a damaged one raises and changes nothing",
         tier=Tier.STAGED,
         models=("mlp",),
         observe=observe_universal,
@@ -157,6 +157,6 @@ LAWS = (
         weights_stay_integers=False,
         variants=(Variant("shaped"), Variant("flat")),
         setting_support=SettingSupport.WINDOWS_AND_CALLS,
-        kept_because="the only law that reads another engine's files",
+        kept_because="the only law that loads files of another engine",
     ),
 )

@@ -26,12 +26,12 @@ from zharness.laws.training.common import ALL_MODELS
 from zharness.parity import Comparison, Tier
 from zharness.parity.certificate import is_power_of_two
 
-# Division by two is exact, by three it rounds. The other laws of training cover a caller's window of one micro-batch.
+# Division by two is exact, and division by three rounds. Other laws cover a caller's window of one micro-batch.
 ACCUMULATION_STEPS = {AccumulationOwner.ENGINE: (1, 2, 3), AccumulationOwner.CALLER: (2, 3)}
 
 NUM_BOUNDARIES = 2
 
-EVALUATED = "evaluated_by_"  # before the owner: variants of users' models, which have no other law with an evaluation
+EVALUATED = "evaluated_by_"  # followed by the owner; for users' models, which have no other law that evaluates
 
 OPTIMIZERS_BY_NAME = {"frozen": ZERO_LR_SGD, "moving": SCHEDULED_SGD}
 
@@ -42,7 +42,7 @@ def observe_accumulation(ctx: RankContext) -> None:
     """Train accumulation windows with several numbers of micro-batches, and build a new engine for each number."""
     owner = get_owner(ctx.variant)
     own_kernels = ctx.config.stage in ctx.capabilities.own_kernels
-    # An engine's own kernels are judged by exact arithmetic alone: integer weights, and no division by three.
+    # An engine with its own kernels is judged by exact arithmetic alone: integer weights, and no division by three.
     optimizer_name = "frozen" if own_kernels else "moving"
     windows = [steps for steps in ACCUMULATION_STEPS[owner] if is_power_of_two(steps) or not own_kernels]
     # A user's model may be large: train only the window whose division rounds.
@@ -131,7 +131,7 @@ def judge_boundary(ctx: JudgeContext, label: str, boundary: int, steps: int) -> 
     """Compare the losses and gradients of one accumulation window.
 
     If the engine owns the accumulation, it may divide either the loss or the gradient. Both ways are right, but they
-    round differently unless the divisor is a power of two, so all gradients have to match the same way.
+    round differently unless the divisor is a power of two. All gradients have to match the same way.
     """
     window = range(boundary * steps, (boundary + 1) * steps)
     params: Mapping[str, Tensor] = ctx.rank_records(f"params-{label}", boundary)[0]
@@ -148,7 +148,7 @@ def judge_boundary(ctx: JudgeContext, label: str, boundary: int, steps: int) -> 
 LAWS = (
     Law(
         name="training.accumulation",
-        statement="A micro-batches give the mean of their gradients and one step, boundary after boundary, for every A",
+        statement="at every boundary, A micro-batches give the mean of their gradients and one step, for every A",
         tier=Tier.STAGED,
         models=ALL_MODELS,
         observe=observe_accumulation,
@@ -163,6 +163,6 @@ LAWS = (
         # Division by three rounds, and after a boundary the weights are no longer integers.
         steps=LawSteps(observe_accumulation, rounds=True),
         is_long=True,
-        kept_because="every accumulation owner and window length, over two boundaries",
+        kept_because="the only law with every accumulation owner and window length, over two boundaries",
     ),
 )

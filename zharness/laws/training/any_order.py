@@ -13,7 +13,7 @@ from zharness.law_kit.program_templates import MLP_TEMPLATES
 LAWS = (
     any_order_law(
         "training",
-        "in any legal order of calls, each call does what plain PyTorch's does",
+        "in any legal order of calls, each call has the same effect as in plain PyTorch",
         "mlp",
         MLP_TEMPLATES,
         kept_because="the only random order of calls, with engines of different settings in one process",

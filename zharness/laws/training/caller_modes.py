@@ -67,11 +67,11 @@ def no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-NO_GRAD = "no_grad"  # the calls that need no graph run under torch.no_grad
+NO_GRAD = "no_grad"  # calls that need no autograd graph run under torch.no_grad
 CLIPPED = "clipped"  # the step clips gradients
-READ_OUT = "read_out"  # tensors are read by name, too, while the garbage collector is off, with and without gradients
-EVALUATING = "evaluating"  # all modules but the first are in evaluation mode, as for Monte-Carlo dropout
-EDITED = "edited"  # full weights are edited, too, while the default dtype is float64
+READ_OUT = "read_out"  # also read tensors by name, with the garbage collector off, with and without gradients
+EVALUATING = "evaluating"  # all modules except the first are in evaluation mode, as in Monte-Carlo dropout
+EDITED = "edited"  # also edit full weights, while the default dtype is float64
 
 MODES: Mapping[str, Callable[[], AbstractContextManager[object]]] = {
     "": nullcontext,
@@ -81,9 +81,9 @@ MODES: Mapping[str, Callable[[], AbstractContextManager[object]]] = {
     READ_OUT: no_garbage_collection,
     EDITED: wide_default_dtype,
 }
-OWN_MODES = tuple(name for name in MODES if name not in (READ_OUT, EDITED))  # these need no feature
+OWN_MODES = tuple(name for name in MODES if name not in (READ_OUT, EDITED))  # these variants need no feature
 
-CLIP = 2.0**-6  # far below the norm of the gradients
+CLIP = 2.0**-6  # far below the norm of the gradients, so that it clips
 
 
 def observe_caller_modes(ctx: RankContext) -> None:
@@ -104,7 +104,7 @@ def observe_caller_modes(ctx: RankContext) -> None:
                 before = read_modes(engine)
                 calls[plain_name]()
                 record_modes(ctx, number, before, read_modes(engine))
-        torch.rand(())  # an engine that restores the state that the generator had at construction undoes this draw
+        torch.rand(())  # undone by an engine that restores the generator's state from construction
         before = read_process_state()
         engine.close()
         record_modes(ctx, len(list_calls(ctx.variant)) + 1, before, read_process_state())
@@ -213,7 +213,7 @@ def record_modes(ctx: RankContext, number: int, before: Mapping[str, Tensor], af
 
 
 def judge_caller_modes(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Check that every call left every mode as it was."""
+    """Check that no call changed any mode."""
     for number, call in enumerate(("building the engine", *list_calls(ctx.variant), "close")):
         for rank, before in enumerate(ctx.rank_records("before", number)):
             after = ctx.rank_records("after", number)[rank]
@@ -238,7 +238,7 @@ LAWS = (
             Variant(READ_OUT, (Feature.READ_OUT,), compares_engine_with_itself=True),
             Variant(EDITED, (Feature.EDITS,), compares_engine_with_itself=True),
         ),
-        kept_because="the only law that sets modes away from their defaults, and that looks at them after a load",
+        kept_because="the only law that sets modes away from their defaults, and that checks modes after a load",
         needs_fresh_ranks=True,
     ),
 )

@@ -23,13 +23,13 @@ MODES: Mapping[str, Callable[[Engine], AbstractContextManager[object]]] = {
     "no_grad": lambda _engine: torch.no_grad(),
     "eval": eval_mode,
 }
-CLIP = 2.0**-6  # far below the norm of the gradients
+CLIP = 2.0**-6  # far below the norm of the gradients, so that it clips
 STEPS = 2
 PLAIN, CHANGED = "plain", "changed"
 
 
 def observe_calls_under_modes(ctx: RankContext) -> None:
-    """Train two engines alike; the second makes every call except forward and backward in the mode of the variant."""
+    """Train two engines in the same way; call the second engine in the variant's mode, except forward and backward."""
     for label, make_mode in ((PLAIN, lambda _engine: nullcontext()), (CHANGED, MODES[ctx.variant])):
         engine = ctx.build_engine(optimizer=ADAMW, clip=CLIP)
         for step in range(STEPS):
@@ -56,7 +56,7 @@ def judge_calls_under_modes(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     variation_law(
         "calls_under_modes",
-        "step, norm and gradients are the same under the caller's autocast, no_grad or evaluation mode",
+        "step, norm and gradients are the same inside the caller's autocast or no_grad, or in evaluation mode",
         observe_calls_under_modes,
         judge_calls_under_modes,
         tier=Tier.EXACT,
@@ -64,6 +64,6 @@ LAWS = (
         features=(Feature.CLIP, Feature.PARAM_GROUPS, Feature.SCHEDULE),
         variants=tuple(Variant(name, compares_engine_with_itself=True) for name in MODES),
         sets_autocast=True,
-        kept_because="the only law that makes a step in a mode of the caller",
+        kept_because="the only law that makes a step inside a mode that the caller has set",
     ),
 )

@@ -1,4 +1,4 @@
-"""Define the laws in which the reported norm is that of all gradients, and clipping uses this norm."""
+"""Define the laws of clipping: the reported norm is the norm of all gradients, and clipping uses this norm."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def observe_clip_and_norm(ctx: RankContext) -> None:
 
 
 def observe_clip_wide(ctx: RankContext) -> None:
-    """Do the same with a model of which one layer has float64 weights."""
+    """Make and record one step with each clipping norm, on a model in which one layer has float64 weights."""
     ctx.record("kernels", {"own": scalar(ctx.config.stage in ctx.capabilities.own_kernels)})
     step_with_each_norm(ctx, lambda: build_wide_model(ctx), Reduction.MEAN)
 
@@ -65,7 +65,7 @@ def build_wide_model(ctx: RankContext) -> nn.Module:
 def judge_clip_and_norm(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare the norm with that of all gradients, and the weights with ``weight - factor * grad``.
 
-    The factor is that by which torch.nn.utils.clip_grad_norm_ would clip.
+    The factor is the factor of torch.nn.utils.clip_grad_norm_.
     """
     for at, clip in enumerate(CLIP_NORMS):
         grads, before = ctx.rank_records("grads", at)[0], ctx.rank_records("masters-before", at)[0]
@@ -84,7 +84,7 @@ def judge_clip_and_norm(ctx: JudgeContext) -> Iterator[Comparison]:
 def judge_clip_wide(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare the float64 gradients with the float64 mean over ranks, and judge the norm and the clipped step.
 
-    The bound of the mean holds for local gradients of torch's kernels, so those of an engine's own are not compared.
+    The bound of the mean holds for torch's kernels, so gradients of an engine's own kernels are not compared.
     """
     if not ctx.rank_records("kernels")[0]["own"]:
         yield from compare_wide_means(ctx)
@@ -94,10 +94,10 @@ def judge_clip_wide(ctx: JudgeContext) -> Iterator[Comparison]:
 def compare_wide_means(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare the gradients of the float64 weights with the float64 mean of the ranks' local gradients.
 
-    The bound is that of float64, or of the dtype in which an option makes the engine reduce.
+    The bound is that of float64, or that of the reduce dtype if an option sets another one.
     """
     reduce_dtype = ctx.declared_reduce_dtype or torch.float64
-    local = ctx.compute_local_grads(0)  # of the same numbers in float32, which the layer casts its weights to
+    local = ctx.compute_local_grads(0)  # computed in float32, to which the layer casts its weights
     for name in (name for name in ctx.baseline.parameter_names if name.startswith(f"{WIDE_LAYER}.")):
         terms = [result.grads[name].double() for result in local] * ctx.setting.accumulation_steps
         mean, bound = mean_and_bound(terms, reduce_dtype, torch.float64)
@@ -125,7 +125,7 @@ def find_used_factor(step: ClippedSgdStep, after: Tensor) -> ClipFactor:
 LAWS = (
     variation_law(
         "clip_and_norm",
-        "the reported norm is that of all gradients together, and the step uses the gradients clipped by it",
+        "the reported norm is the norm of all gradients together, and the step uses gradients clipped by this norm",
         observe_clip_and_norm,
         judge_clip_and_norm,
         models=MODELS,
@@ -141,15 +141,15 @@ LAWS = (
     ),
     variation_law(
         "clip_wide",
-        "a float64 gradient is reduced and clipped in float64, by the norm of all gradients together",
+        "a float64 gradient is reduced in float64, and clipped in float64 by the norm of all gradients together",
         observe_clip_wide,
         judge_clip_wide,
         features=(Feature.CLIP,),
         weights_stay_integers=False,
-        dtypes=("fp32",),  # an engine casts all weights to its own low precision
+        dtypes=("fp32",),  # in low precision an engine casts all weights
         variants=(Variant(compares_engine_with_itself=True),),
         setting_support=SettingSupport.WINDOWS_AND_CALLS,
-        kept_because="the only law of weights of two dtypes that clips their gradients",
+        kept_because="the only law that clips gradients of weights of two dtypes",
         mesh_support=MeshSupport.OWN_MODELS,
     ),
 )

@@ -47,8 +47,8 @@ def read_requires_grad(output: Any) -> Tensor:
 def observe_forward_alone(ctx: RankContext) -> None:
     """Run a forward without backward before each backward and before each step, and record the losses and gradients.
 
-    The steps of a random model change the weights, so exactness cannot be certified; those of an exact one keep
-    integers.
+    The steps of a random model change the weights, so exactness cannot be certified; the steps of an exact model keep
+    the weights integers.
     """
     engine = ctx.build_engine(optimizer=SIGN_STEPS if ctx.spec.exact else UNIT_LR_SGD)
     for step in range(STEPS):
@@ -67,14 +67,14 @@ def observe_forward_alone(ctx: RankContext) -> None:
             ctx.loss(engine, 20 + step)
         engine.step()
         engine.zero_grad()
-    ctx.record("params", engine.full_params(), STEPS)  # tells whether a wrong forward used weights reported too late
+    ctx.record("params", engine.full_params(), STEPS)  # shows whether a wrong forward used later weights
     engine.close()
 
 
 def run_plain_forwards(ctx: JudgeContext, micro: int, params: Mapping[str, Tensor]) -> list[LocalResult]:
     """Return the losses and gradients of plain PyTorch on micro-batch ``micro`` of every rank.
 
-    In the modes of a forward that has no gradients, the losses alone are returned.
+    If the mode of the forward computes no gradients, only the losses are returned.
     """
     if ctx.variant not in MODES_WITHOUT_GRADIENT:
         return ctx.compute_local_grads(micro, params)
@@ -85,7 +85,7 @@ def run_plain_forwards(ctx: JudgeContext, micro: int, params: Mapping[str, Tenso
 def judge_forward_alone(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare losses and gradients with plain PyTorch, and check that no parameter stays gathered after a forward.
 
-    The outputs of a forward must require a gradient exactly if those of plain PyTorch do, in the same mode.
+    The outputs of a forward must require a gradient exactly if plain PyTorch's outputs do, in the same mode.
     """
     with MODES_WITHOUT_GRADIENT.get(ctx.variant, nullcontext)():
         plain_output = ctx.baseline.compute_output(ctx.baseline.build_module(), ctx.baseline.batch(0, 10))
@@ -111,7 +111,7 @@ def judge_forward_alone(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     variation_law(
         "forward_alone",
-        "a forward in eval mode, under no_grad or inference_mode has its mode's graph, and does not affect training",
+        "a forward in eval mode, no_grad or inference_mode builds its mode's graph, and does not affect training",
         observe_forward_alone,
         judge_forward_alone,
         variants=tuple(
@@ -121,6 +121,6 @@ LAWS = (
         steps=LawSteps(observe_forward_alone),
         compares_later_forwards=True,
         setting_support=SettingSupport.WINDOWS_AND_CALLS,
-        kept_because="forwards that train nothing, each in a mode of its own",
+        kept_because="the only forwards without a backward in each of three modes",
     ),
 )

@@ -1,8 +1,8 @@
 """Define the law training.free_running: differences of gradients explain the differences of weights over many steps.
 
-The judge uses only the engine's gradients, not its weights or optimizer state. From the initial weights, the judge
-applies the optimizer's formula in all steps. From the difference between each gradient and plain PyTorch's, the judge
-computes a bound on the difference between the engine's weights and the result of the formula.
+The judge uses only the engine's gradients, not its weights or optimizer state. The judge starts from the initial
+weights and applies the optimizer's formula in all steps. From the difference between each gradient and plain PyTorch's,
+it computes a bound on the difference between the engine's weights and the result of the formula.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def hint_rounded_start(ctx: JudgeContext, comparison: Comparison, weight: Tensor
 LAWS = (
     Law(
         name="training.free_running",
-        statement="trained freely, weights differ from plain PyTorch's by no more than gradient differences explain",
+        statement="over several steps, gradient differences explain all differences of weights from plain PyTorch's",
         tier=Tier.STAGED,
         models=("mlp",),
         observe=observe_free_running,
@@ -95,6 +95,6 @@ LAWS = (
         weights_stay_integers=False,
         judges_split_sums=True,
         variants=(Variant(training_run=TRAINING_RUN),),
-        kept_because="needs gradients and weights alone, so it can judge an engine that shows no optimizer state",
+        kept_because="needs only gradients and weights, so it can judge an engine that reports no optimizer state",
     ),
 )

@@ -51,8 +51,8 @@ def judge_one_hot_rank(ctx: JudgeContext) -> Iterator[Comparison]:
         local = ctx.compute_local_grads(chosen, weigh=weigh_one_rank(chosen))
         yield from ctx.compare_losses(chosen, local)
         narrow = max(ctx.dtype, ctx.reduce_dtype, key=lambda dtype: torch.finfo(dtype).eps)
-        # In a window an engine may add the gradient to the mean of earlier micro-batches, which every rank then has;
-        # and through a SyncBatchNorm the loss of one rank reaches the gradients of the others.
+        # In a window, an engine may add the gradient to the mean over earlier micro-batches, which every rank then has.
+        # Through a SyncBatchNorm, the loss of one rank reaches the gradients of other ranks.
         has_single_term = ctx.setting.accumulation_steps == 1 and not ctx.baseline.joins_ranks
         exact = has_single_term and single_term_mean_exactness(
             local[chosen], ctx.data_size, narrow, ctx.baseline.loss_scale
@@ -77,7 +77,7 @@ LAWS = (
         steps=LawSteps(observe_grads),
         is_gradient_law=True,
         setting_support=SettingSupport.WINDOWS_AND_CALLS,
-        kept_because="the shortest law, which applies to every engine: the first one to read in a report",
+        kept_because="the shortest law, which applies to every engine: read it first in a report",
     ),
     Law(
         name="training.one_hot_rank",
@@ -90,6 +90,6 @@ LAWS = (
         steps=LawSteps(observe_one_hot_rank),
         compares_later_forwards=True,
         setting_support=SettingSupport.WINDOWS_AND_CALLS,
-        kept_because="bitwise on random weights, where other laws bound a mean, and names the rank that is lost",
+        kept_because="bitwise on random weights, where other laws bound a mean, and names the rank that is missing",
     ),
 )

@@ -58,7 +58,7 @@ def collect_engine_numbers(engine: Engine) -> dict[str, Tensor]:
 
 
 def judge_ranks_agree(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Check that every recorded tensor is equal on all ranks, and the buffers to what the engine promises of them."""
+    """Check that every recorded tensor is equal on all ranks, and that buffers are as the engine promises."""
     own_kernels = bool(ctx.rank_records("kernels")[0]["own"])
     buffers, params = read_initial_buffers(ctx), None
     for step in range(STEPS):
@@ -110,7 +110,7 @@ def judge_config_invariance(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     variation_law(
         "ranks_agree",
-        "weights, optimizer state, norm and counts are equal on all ranks after every step, and buffers as promised",
+        "weights, optimizer state, norm and counts are equal on all ranks after every step; buffers are as promised",
         observe_ranks_agree,
         judge_ranks_agree,
         tier=Tier.EXACT,
@@ -143,6 +143,6 @@ LAWS = (
         features=(Feature.VARIANTS,),
         models=("mlp", "exact"),
         steps=LawSteps(observe_config_invariance),
-        kept_because="the only law that switches the engine's options",
+        kept_because="the only law that compares results of different engine options",
     ),
 )

@@ -26,10 +26,10 @@ from zharness.parity.compare import attach_plain_values
 
 
 def observe_kernels(ctx: RankContext) -> None:
-    """Run a backward for each rank, in which only this rank's loss counts, and a backward in which all losses count.
+    """Run one backward per rank in which only that rank's loss counts, and one in which all losses count.
 
     Each of the first backwards gives the local gradient of one rank, divided by the world size. Every forward starts
-    from the first buffers, as plain PyTorch's do.
+    from the initial buffers, as the forwards of plain PyTorch do.
     """
     engine = ctx.build_engine(optimizer=ZERO_LR_SGD)
     first_buffers = copy_buffers(engine.module)
@@ -76,7 +76,7 @@ def judge_kernels(ctx: JudgeContext) -> Iterator[Comparison]:
         grad_dtype = rank_grads[0][name].dtype
         reduce_dtype = ctx.get_reduce_dtype(name, grad_dtype)
         mean, bound = mean_and_bound(terms, reduce_dtype, grad_dtype)
-        if not is_power_of_two(size):  # then the division of a single rank's gradient by N has rounded
+        if not is_power_of_two(size):  # the division of one rank's gradient by N has rounded
             bound = bound + gamma(1, reduce_dtype) * sum(term.abs() for term in terms) / size
         for rank, record in enumerate(rank_grads):
             yield compare_within_bound(ctx.location(name, Part.REDUCTION, 0, rank), mean, record[name], bound)
@@ -86,8 +86,9 @@ def judge_kernels(ctx: JudgeContext) -> Iterator[Comparison]:
 def compare_joined_grads(ctx: JudgeContext, rank_grads: Sequence[Mapping[str, Tensor]]) -> Iterator[Comparison]:
     """Compare reduced gradients by tier C with float64: through a SyncBatchNorm every loss reaches every rank.
 
-    The kernels then round other numbers than in the backwards in which one loss counts. On cp the sum over ranks adds
-    parts of each local gradient, which cancel, so that a bound of the sum of local gradients does not hold either.
+    With all losses, the kernels then round other numbers than in the backwards in which one loss counts. On cp, the sum
+    over ranks adds parts of each local gradient. These parts cancel, so a bound on the sum of local gradients does not
+    hold either.
     """
     size = ctx.data_size
     joined = ctx.baseline.joins_ranks
@@ -104,7 +105,7 @@ def compare_joined_grads(ctx: JudgeContext, rank_grads: Sequence[Mapping[str, Te
 LAWS = (
     Law(
         name="training.kernels",
-        statement="local gradients are as near to float64 as those of torch's kernels; reduced ones are their mean",
+        statement="local gradients are as close to float64 as torch's kernels, and reduced gradients are their mean",
         tier=Tier.CALIBRATED,
         models=("mlp", "transformer"),
         observe=observe_kernels,

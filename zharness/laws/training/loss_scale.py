@@ -1,4 +1,4 @@
-"""Define laws of the size of a loss: its powers of two, and gradients that fp16 holds only under a loss scale."""
+"""Define laws that scale the loss: by powers of two, and so that fp16 needs a loss scale to hold the gradients."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from zharness.parity.certificate import single_term_mean_exactness
 from zharness.workload.models import SAMPLES
 
 LOSS_POWERS = (0, 3, -2)
-# The gradients are about 2^-20: with this rate they move weights of 1 by amounts that fp32 holds.
+# The gradients are about 2^-20. With this learning rate, fp32 can represent the changed weights of about 1.
 LARGE_LR_SGD = OptimizerSpec(name="sgd", args={"lr": 2.0**16})
 ROUNDED_HINT = "the gradient rounded to fp16 without the loss scale"
 
@@ -46,7 +46,7 @@ def judge_loss_scale_power(ctx: JudgeContext) -> Iterator[Comparison]:
     """
     yield from ctx.compare_reduced_grads("grads", [ctx.compute_local_grads()], exact=ctx.certify_exactness(range(1)))
     for at, power in enumerate(LOSS_POWERS):
-        # DDP rebuilds its buckets after the first backward, and then adds in another order.
+        # DDP rebuilds its buckets after the first backward, and adds in another order from then on.
         if not ctx.has_single_reduction_order():
             yield from ctx.compare_reduced_grads("grads", [ctx.compute_local_grads()], at, scale=2.0**power)
             continue
@@ -58,9 +58,9 @@ def judge_loss_scale_power(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def find_small_factor(loss_scale: float, data_size: int) -> float:
-    """Return the factor of a loss of the model ``exact`` that makes its scaled gradients multiples of fp16's least one.
+    """Return the factor on the loss of ``exact`` that makes scaled gradients multiples of fp16's least number.
 
-    One rank's gradients are integers divided by the number of samples. This holds for their mean with zeros of the
+    One rank's gradients are integers divided by the number of samples. The same holds for their mean with zeros of the
     other ranks, if the number of ranks is a power of two. Without the loss scale, fp16 loses up to four of their bits.
     """
     return subnormal(torch.float16) * SAMPLES * data_size / loss_scale
@@ -95,7 +95,7 @@ def judge_small_gradients(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     variation_law(
         "loss_scale_power",
-        "a loss times a power of two gives gradients times that power, bitwise",
+        "multiplying the loss by a power of two multiplies the gradients by the same power, bitwise",
         observe_loss_scale_power,
         judge_loss_scale_power,
         tier=Tier.EXACT,
@@ -107,7 +107,7 @@ LAWS = (
     ),
     variation_law(
         "small_gradients",
-        "gradients that fp16 holds only under the loss scale are unscaled and stepped with without losing a bit",
+        "gradients that fp16 holds only under the loss scale are unscaled and applied without losing a bit",
         observe_small_gradients,
         judge_small_gradients,
         models=("exact",),

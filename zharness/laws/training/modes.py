@@ -23,13 +23,13 @@ EVALUATION_MICRO = 10  # the micro-batch of the evaluation after step 0
 
 GENERATOR = "generator"  # the record of the random state after a training forward
 HOOK_CALLS = "calls of a forward hook of the whole model"
-LAST_MICRO = EVALUATION_MICRO + STEPS  # the step of the buffers after a forward in training mode without gradients
+LAST_MICRO = EVALUATION_MICRO + STEPS  # the step under which buffers after the last forward are recorded
 
 
 def observe_modes(ctx: RankContext) -> None:
     """Train with dropout and batch norm, evaluate after each step, and record buffers, modes and random state.
 
-    At last, run one forward in training mode without gradients. Count the calls of a forward hook.
+    Finally, run one forward in training mode without gradients. Count the calls of a forward hook.
     """
     ranks_keep_buffers = ctx.capabilities.refusal(Feature.RANK_BUFFERS) is None
     ctx.record("case", {"own": torch.tensor(float(ranks_keep_buffers))})
@@ -89,7 +89,7 @@ def judge_modes(ctx: JudgeContext) -> Iterator[Comparison]:
 def judge_last_forward(
     ctx: JudgeContext, rank: int, buffers: Mapping[str, Tensor], compares_buffers: bool
 ) -> Iterator[Comparison]:
-    """Compare what a forward in training mode without gradients drew and wrote, and the calls of the forward hook."""
+    """Compare random state and buffers after a training-mode forward without gradients, and the hook's calls."""
     module = load_recorded_baseline(ctx, rank, LAST_MICRO - 1, buffers)
     batch = ctx.baseline.batch(ctx.data_coordinate(rank), 0)
     with torch.no_grad():
@@ -143,11 +143,11 @@ def compare_buffers(ctx: JudgeContext, rank: int, step: int, expected: Mapping[s
 LAWS = (
     variation_law(
         "modes",
-        "dropout, batch norm and evaluation are plain PyTorch's, with the caller's generator and mode",
+        "dropout, batch norm and evaluation work as in plain PyTorch, with the caller's generator and mode",
         observe_modes,
         judge_modes,
         models=("stateful",),
-        dtypes=("fp32",),  # running statistics stay fp32, which a batch norm with narrower weights may refuse
+        dtypes=("fp32",),  # a batch norm with narrower weights may refuse fp32 running statistics
         kept_because="the only law with dropout, running statistics, and evaluation that differs from training",
     ),
 )

@@ -1,4 +1,4 @@
-"""Define the law training.muon: each step of Muon works on whole matrices, also if ranks share them."""
+"""Define the law training.muon: each step of Muon works on whole matrices, also if they are sharded over ranks."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def observe_muon(ctx: RankContext) -> None:
 
 
 def judge_muon(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare every step bitwise with that of one definition of Muon, the same one for every weight and step.
+    """Compare every step bitwise with one definition of Muon, the same definition for all weights and steps.
 
-    The gradients are plain PyTorch's, because an engine may keep its update in their place. If ranks share a matrix
-    and no definition fits, the engine may compute norms from shards, so that weights are compared within their bound.
-    Otherwise the comparisons are those with torch.optim. Momentum that the engine does not report is compared last, so
-    that it hides no wrong weight.
+    The judge uses plain PyTorch's gradients, because an engine may store its update in the gradients. If a matrix is
+    sharded and no definition fits, the engine may compute norms from shards, so weights are compared within a bound. If
+    no definition fits and no matrix is sharded, the comparisons with torch.optim are yielded. Momentum that the engine
+    does not report is compared last, so that it hides no wrong weight.
     """
     steps = list(list_steps(ctx, [average_gradients(ctx, step) for step in range(STEPS)]))
     by_definition = [list(compare_steps(ctx, definition, steps)) for definition in MUON_STEPS.values()]
@@ -68,9 +68,9 @@ def average_gradients(ctx: JudgeContext, step: int) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class MatrixStep:
-    """What an engine recorded of one matrix before and after a step, and the gradient that the step used.
+    """The recorded weight and momentum of one matrix before and after a step, and the gradient of the step.
 
-    ``momentum`` is None if the engine does not report it, and so is ``momentum_after``.
+    ``momentum`` and ``momentum_after`` are None if the engine does not report momentum.
     """
 
     step: int
@@ -96,7 +96,7 @@ def list_steps(ctx: JudgeContext, grads: list[dict[str, Tensor]]) -> Iterator[Ma
 def compare_steps(ctx: JudgeContext, definition: MuonStep, steps: Sequence[MatrixStep]) -> Iterator[Comparison]:
     """Compare weights and momentum after each step with ``definition``, which starts from the engine's own numbers.
 
-    Where the engine reports no momentum, that of ``definition`` after the step before stands for it.
+    If the engine reports no momentum, the judge uses the momentum of ``definition`` after the previous step.
     """
     right: dict[str, Tensor] = {}
     for taken in steps:
@@ -139,7 +139,7 @@ def compare_missing_momentum(ctx: JudgeContext, steps: Sequence[MatrixStep]) -> 
 
 
 def hint_wrong_weight(ctx: JudgeContext, comparison: Comparison, taken: MatrixStep) -> Comparison:
-    """Add a hint to a mismatch of a weight whose step is that of a known error."""
+    """Add a hint to a mismatch of a weight if a known error explains the weight after the step."""
     if comparison.mismatch is None:
         return comparison
     if is_moved_by_gradient(taken):
@@ -164,20 +164,20 @@ def is_moved_by_gradient(taken: MatrixStep) -> bool:
 
 
 def is_without_momentum(taken: MatrixStep, definition: MuonStep, part: slice) -> bool:
-    """Return whether the step of a part of the matrix is that of a momentum which was zero before it."""
+    """Return whether the step changed a part of the matrix as if the momentum before the step was zero."""
     update = definition(taken.weight, taken.grad, torch.zeros_like(taken.weight), MUON.args)
     return torch.equal(update.weight.flatten()[part], taken.weight_after.flatten()[part])
 
 
 def find_owned_part(ctx: JudgeContext, taken: MatrixStep, mismatch: Mismatch) -> slice:
-    """Return the elements of the matrix that the owner of the wrong element has, or all if it has no owner."""
+    """Return the elements of the matrix that the wrong element's owner holds, or all if no rank owns the element."""
     at = int(torch.arange(taken.weight.numel()).view_as(taken.weight)[mismatch.index])
     pieces = ctx.evidence[0].layout.get(taken.name, ())
     return next((slice(piece.start, piece.stop) for piece in pieces if piece.start <= at < piece.stop), slice(None))
 
 
 def is_partly_reduced(ctx: JudgeContext, taken: MatrixStep, definition: MuonStep) -> bool:
-    """Return whether each rank used, in the first step, its own share of the mean in the parts of other ranks."""
+    """Return whether in the first step each rank used only its own share of the mean in the parts of other ranks."""
     pieces = ctx.evidence[0].layout.get(taken.name, ())
     local = [result.grads[taken.name] for result in ctx.compute_local_grads(taken.step)]
     for piece in pieces:
@@ -191,7 +191,7 @@ def is_partly_reduced(ctx: JudgeContext, taken: MatrixStep, definition: MuonStep
 
 
 def is_orthogonalized_in_parts(ctx: JudgeContext, taken: MatrixStep, definition: MuonStep) -> bool:
-    """Return whether the step of each part that tp splits off the matrix is that of a matrix of its own."""
+    """Return whether the step treated each part of the matrix on a tp rank as a separate matrix."""
     parts = list_tensor_parts(ctx, taken)
     if taken.momentum is None or len(parts) < 2:
         return False
@@ -217,14 +217,14 @@ def list_tensor_parts(ctx: JudgeContext, taken: MatrixStep) -> list[tuple[slice,
 
 
 def locate(ctx: JudgeContext, taken: MatrixStep, key: str = "") -> TensorLocation:
-    """Return the place of a matrix after its step, or with ``key`` of an entry of its optimizer state."""
+    """Return the location of a matrix after its step or, with ``key``, of an entry of its optimizer state."""
     return ctx.location(taken.name + key, Part.OPTIMIZER, taken.step)
 
 
 LAWS = (
     Law(
         name="training.muon",
-        statement="a step of Muon scales a matrix of momentum by the norm of the whole, bitwise as plain PyTorch does",
+        statement="a step of Muon scales the momentum by the norm of the whole matrix, bitwise as plain PyTorch does",
         tier=Tier.EXACT,
         models=("matrices", "dense_matrices"),
         observe=observe_muon,

@@ -22,7 +22,8 @@ STEPS = 2
 def observe_looked_at(ctx: RankContext) -> None:
     """Train two engines in the same way, and read everything from one of them between all calls.
 
-    What was read after the first step is recorded at once and again at the end, because a copy does not change.
+    The tensors that were read after the first step are recorded immediately and again at the end: a read returns
+    copies, which later steps must not change.
     """
     unseen, seen = ctx.build_engine(optimizer=ADAMW), ctx.build_engine(optimizer=ADAMW)
     for step in range(STEPS):
@@ -50,7 +51,7 @@ def observe_looked_at(ctx: RankContext) -> None:
 
 
 def query_engine(engine: Engine) -> None:
-    """Read everything that an engine can report at any time, and overwrite the tensors, which the caller owns.
+    """Read everything that an engine can report at any time, and overwrite the returned tensors.
 
     Every rank has to call this function.
     """
@@ -64,7 +65,7 @@ def query_engine(engine: Engine) -> None:
 def judge_looked_at(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare the engines bitwise, because their settings, collectives and orders of summation are the same.
 
-    What was read after the first step must not have changed afterwards.
+    The tensors that were read after the first step must not have changed afterwards.
     """
     yield from compare_records(ctx, "kept", "kept", 0, 1, Part.OPTIMIZER)
     for step in range(STEPS):
@@ -77,13 +78,13 @@ def judge_looked_at(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     variation_law(
         "looked_at",
-        "an engine whose state is read twice at every point trains exactly as one whose state is never read",
+        "an engine whose state is read twice between all calls trains exactly like one whose state is never read",
         observe_looked_at,
         judge_looked_at,
         tier=Tier.EXACT,
         weights_stay_integers=False,
         setting_support=SettingSupport.WINDOWS_AND_CALLS,
         variants=(Variant(compares_engine_with_itself=True),),
-        kept_because="the only law that reads everything twice, beside an engine that nothing reads",
+        kept_because="the only law that reads everything twice, and compares with an engine whose state is never read",
     ),
 )

@@ -1,4 +1,4 @@
-"""Define the law training.optimizer_options: each option of torch's optimizers does what it does in plain PyTorch."""
+"""Define the law training.optimizer_options: each option of torch's optimizers works as in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zharness.parity import Comparison
 
 RATE = {"lr": 1e-2}
 
-# One optimizer for each option, which is away from its default; no other law sets these.
+# One optimizer for each option, which has a value other than its default. No other law sets these options.
 SPECS = {
     "sgd_maximize": OptimizerSpec("sgd", {**RATE, "momentum": 0.5, "maximize": True}),
     "sgd_foreach": OptimizerSpec("sgd", {**RATE, "momentum": 0.5, "foreach": True}),
@@ -40,7 +40,7 @@ STEPS = 2
 
 @dataclass(frozen=True)
 class OptionRun:
-    """A training with one option, or with two that an engine may mix up.
+    """A training with one option, or with two options that an engine may confuse.
 
     The loss of step ``zero_loss_step`` is multiplied by zero, and the first layer is frozen in step ``frozen_step``.
     """
@@ -54,10 +54,10 @@ class OptionRun:
 
 DECAYING_SGD = {**RATE, "momentum": 0.5, "weight_decay": 0.1}
 POWER_OF_TWO = {"lr": 2.0**-6}
-DOUBLE_RATE = GroupSpec("*bias", {"lr": 2.0**-5})  # the schedules have to keep the rate of each group
-CLIP = 1e-2  # far below the norm of the gradients
+DOUBLE_RATE = GroupSpec("*bias", {"lr": 2.0**-5})  # schedules must not mix up the groups' learning rates
+CLIP = 1e-2  # far below the norm of the gradients, so that it clips
 
-# The schedules of DeepSpeed's schedulers, with steps behind the end of each. All rates are exact.
+# The schedules of DeepSpeed's schedulers, with steps after the end of each schedule. All rates are exact.
 SCHEDULES: Mapping[str, tuple[float, ...]] = {
     "sgd_warm_up": (0.0, 0.0, 0.5, 1.0),
     "sgd_warm_up_shortest": (0.0, 0.0, 1.0, 1.0),
@@ -69,11 +69,9 @@ SCHEDULES: Mapping[str, tuple[float, ...]] = {
     "sgd_one_cycle_stairs": (1.0, 1.0, 4.0, 1.0, 1.0),
 }
 
-ONE_GROUP = (
-    "sgd_one_cycle_stairs"  # several groups would hide wrong stairs behind OneCycle's failure on a list of rates
-)
+ONE_GROUP = "sgd_one_cycle_stairs"  # with several groups, OneCycle's failure on a list of rates would hide wrong stairs
 
-# Beside the features that every run needs.
+# Features in addition to those that every run needs.
 FEATURES: Mapping[str, tuple[Feature, ...]] = {
     "sgd_rate_rises_from_0": (Feature.SCHEDULE,),
     **dict.fromkeys(SCHEDULES, (Feature.SCHEDULE, Feature.PARAM_GROUPS)),
@@ -125,7 +123,7 @@ def observe_optimizer_options(ctx: RankContext) -> None:
             norm = engine.grad_norm()
             ctx.record("norm", {} if norm is None else {"norm": scalar(norm)}, step)
         engine.zero_grad()
-        if step == run.frozen_step:  # the optimizer state of a frozen weight need not be readable
+        if step == run.frozen_step:  # an engine may not let optimizer state of frozen weights be read
             engine.module.get_submodule("first").requires_grad_(True)
     ctx.record_training_state(engine, run.steps)
     engine.close()
@@ -147,7 +145,7 @@ def judge_optimizer_options(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     variation_law(
         "optimizer_options",
-        "an option of torch's optimizer that is away from its default does what it does in plain PyTorch",
+        "an option of torch's optimizer with a value other than its default has the same effect as in plain PyTorch",
         observe_optimizer_options,
         judge_optimizer_options,
         weights_stay_integers=False,
@@ -157,6 +155,6 @@ LAWS = (
             for name, run in RUNS.items()
         ),
         steps=LawSteps(observe_optimizer_options),
-        kept_because="the only law that sets these options: an engine that builds the optimizer anew may drop one",
+        kept_because="the only law that sets these options: an engine that rebuilds the optimizer may drop an option",
     ),
 )

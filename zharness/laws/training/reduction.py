@@ -79,7 +79,7 @@ def judge_no_sync(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     variation_law(
         "sum_or_mean",
-        "gradients are reduced by the mean over ranks or by the sum, as configured",
+        "the reduction over ranks takes the mean or the sum of gradients, as configured",
         observe_sum_or_mean,
         judge_sum_or_mean,
         models=("mlp", "exact", "transformer"),
@@ -90,12 +90,12 @@ LAWS = (
     ),
     variation_law(
         "no_sync",
-        "backwards inside no_sync accumulate into the first one outside, and zero_grad discards them",
+        "gradients of backwards inside no_sync add to those of the next backward outside; zero_grad discards them",
         observe_no_sync,
         judge_no_sync,
         models=("mlp", "exact"),
         features=(Feature.NO_SYNC,),
         steps=LawSteps(observe_no_sync),
-        kept_because="the only law that postpones synchronization",
+        kept_because="the only law that postpones the reduction",
     ),
 )

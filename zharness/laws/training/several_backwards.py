@@ -1,7 +1,7 @@
 """Define the law training.several_backwards: the gradients of all backwards before a step add up.
 
-Some law variants run several losses in each micro-batch; others discard accumulation windows in which the engine counts
-micro-batches.
+Some law variants run backward of several losses in each micro-batch. Others discard accumulation windows in which the
+engine counts micro-batches.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from zharness.parity import Comparison, Part, compare_bitwise
 from zharness.workload import Batch
 
 WINDOW, SAME_LOSS, ABANDONED = "window", "same_loss", "given_up"
-REDUCING_BACKWARD = 2  # the number of the window's first backward of its last micro-batch, where the engine reduces
+REDUCING_BACKWARD = 2  # the window's first backward of its last micro-batch, in which the engine reduces
 LAST_ALONE_HINT = "the gradient of the last backward alone"
 ABANDONED_WINDOWS = (
     (0, 1, 2),
     (3, 4, 5),
-)  # micro-batches: the only one of an abandoned window, then both of a full window
+)  # the only micro-batch of an abandoned window, then both of a full window
 
 
 def observe_several_backwards(ctx: RankContext) -> None:
-    """Run two forwards and three backwards of three losses before one step, or what another law variant runs."""
+    """Run two forwards and three backwards of three losses before one step, or the calls of another law variant."""
     if ctx.variant:
         (observe_abandoned_windows if ctx.variant == ABANDONED else observe_window)(ctx)
         return
@@ -57,7 +57,7 @@ def observe_several_backwards(ctx: RankContext) -> None:
 
 
 def observe_window(ctx: RankContext) -> None:
-    """Run backward of two losses, or twice of one loss, in each micro-batch of an accumulation window of the engine."""
+    """Run backward of two losses, or twice of one loss, in each micro-batch of the engine's accumulation window."""
     owner = AccumulationOwner.ENGINE
     engine = ctx.build_engine(
         optimizer=ZERO_LR_SGD, accumulation_steps=2, accumulation_owner=owner, reduction=Reduction.MEAN
@@ -103,7 +103,7 @@ def judge_no_step_made(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def judge_abandoned_windows(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Check that the gradients of an accumulation window do not contain micro-batches of a discarded window."""
+    """Check that the gradients of an accumulation window contain no gradient of a discarded window."""
     yield from judge_no_step_made(ctx)
     for at, (_, *steps) in enumerate(ABANDONED_WINDOWS):
         micros = [ctx.compute_local_grads(step) for step in steps]
@@ -133,7 +133,7 @@ def second_objective(output: Tensor, _batch: Batch) -> Tensor:
 
 
 def judge_several_backwards(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare the gradients before the step with the sum over all losses, and check those of the next backward too.
+    """Compare the gradients before the step with the sum over all losses, and check the next backward's gradients too.
 
     Another law variant is judged by its own function.
     """
@@ -155,7 +155,7 @@ def judge_several_backwards(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     variation_law(
         "several_backwards",
-        "the gradients of several backwards before one step add up, also if accumulation is 1",
+        "the gradients of several backwards before one step add up, also if accumulation_steps is 1",
         observe_several_backwards,
         judge_several_backwards,
         features=(Feature.RETAIN_GRAPH,),
@@ -164,6 +164,6 @@ LAWS = (
             *(Variant(name, (Feature.ENGINE_ACCUMULATION,)) for name in (WINDOW, SAME_LOSS, ABANDONED)),
         ),
         steps=LawSteps(observe_several_backwards),
-        kept_because="accumulation that is not announced to the engine: backwards without a step between them",
+        kept_because="the only accumulation that is not configured: several backwards without a step between them",
     ),
 )

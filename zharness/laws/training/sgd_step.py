@@ -25,7 +25,7 @@ from zharness.laws.training.common import MODELS, variation_law
 from zharness.mesh import DATA_SHARD, EXPERT, TENSOR, Mesh
 from zharness.parity import Comparison, Part, compare_bitwise
 
-EVAL_MICRO = 2  # the micro-batch of a forward that trains nothing
+EVAL_MICRO = 2  # the micro-batch of a forward without a backward
 
 
 def observe_sgd_step(ctx: RankContext) -> None:
@@ -49,9 +49,9 @@ def observe_sgd_step(ctx: RankContext) -> None:
 def collect_local_shards(engine: Engine, mesh: Mesh) -> dict[str, Tensor]:
     """Return this rank's shards as flat tensors, by the name of the parameter.
 
-    A shard is a DTensor, or a tensor whose shape is not that of the full parameter; on tp that may be a part that
-    every rank of data parallelism has whole. Empty tensors are left out, because the parameter's elements are then
-    stored elsewhere.
+    A shard is a DTensor, or a tensor whose shape differs from that of the full parameter. On tp, it may be a tp part
+    that every data-parallel rank holds as a whole. Empty tensors are left out, because the parameter's elements are
+    then stored elsewhere.
     """
     full_params = engine.full_params()
     named: dict[str, Any] = {name: p for name, p in engine.module.named_parameters() if name in full_params}
@@ -90,10 +90,10 @@ def judge_layout_coverage(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def list_owner_counts(ctx: JudgeContext) -> set[int]:
-    """Return how many ranks may own each element of a weight: one for each copy, or more that have it whole.
+    """Return how many ranks may own each element of a weight: one for each copy, or more if ranks hold it unsharded.
 
-    tp splits a weight, or leaves it whole on all of its ranks: a plan's word that an engine lacks does. Without ZeRO an
-    expert is whole on the ranks of data parallelism that have it.
+    tp splits a weight. If the engine does not know the word of the plan for a layer, the weight stays whole on all tp
+    ranks. Without ZeRO, the data-parallel ranks that have an expert hold the whole expert.
     """
     replicas, shape = ctx.claims.replicas, ctx.mesh.shape(ctx.world_size)
     of_experts = {shape[DATA_SHARD] // ctx.mesh.size(EXPERT)} if EXPERT in ctx.mesh.axes else set()
@@ -129,7 +129,7 @@ LAWS = (
         weights_stay_integers=False,
         variants=(Variant(compares_engine_with_itself=True, model_scope=ModelScope.ANY),),
         setting_support=SettingSupport.WINDOWS_AND_CALLS,
-        kept_because="the only law that checks a rank's shards and its random number generator",
+        kept_because="the only law that checks a rank's shards and its random generator",
         needs_fresh_ranks=True,
     ),
 )

@@ -1,8 +1,8 @@
 """Define the laws of optimizer steps: each step equals torch.optim's formula, applied to the engine's numbers.
 
-Two correct orders of summation drift apart by more than any bound within a few steps. So each step is judged by teacher
-forcing: the baseline starts from the engine's weights, and the optimizer's formula from the engine's weights, gradients
-and state.
+Two correct orders of summation drift apart by more than any bound within a few steps. So each step is judged alone, by
+teacher forcing: the baseline starts from the engine's weights, and the optimizer's formula starts from the engine's
+weights, gradients and state.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from zharness.laws.training.common import ALL_MODELS
 from zharness.parity import Comparison, Tier
 from zharness.parity.baseline import LocalResult
 
-TRAJECTORY_LAW = "training.trajectory"  # also the law of a script that runs a random program of verbs
+TRAJECTORY_LAW = "training.trajectory"  # scripts that run a random program of verbs name this law too
 
 STEPS = 3
 
@@ -48,7 +48,7 @@ OPTIMIZER_RUNS = {
     "long": TrainingRun(ADAMW, 10, clip=0.5),
 }
 
-# The other elementwise optimizers of torch, whose state has other names and shapes.
+# torch's other elementwise optimizers, whose state has other names and shapes.
 OTHER_OPTIMIZERS = {
     "others": (
         OptimizerSpec("adadelta", {"lr": 1.0, "weight_decay": 0.1}),
@@ -125,7 +125,7 @@ def judge_optimizers(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def hint_old_gradient(ctx: JudgeContext, comparison: Comparison, step: int, local: Sequence[LocalResult]) -> Comparison:
-    """Add a hint to a mismatch of a gradient to which that of the step before was added."""
+    """Add a hint to a mismatch of a gradient if the gradient of the previous step was added to it."""
     if comparison.mismatch is None or not step:
         return comparison
     old, grads = (ctx.rank_records("grads", at)[0] for at in (step - 1, step))
@@ -139,7 +139,7 @@ def hint_old_gradient(ctx: JudgeContext, comparison: Comparison, step: int, loca
 def compare_gradients(ctx: JudgeContext, step: int, params: Mapping[str, Tensor]) -> Iterator[Comparison]:
     """Compare the losses and gradients of a step with those of plain PyTorch at the engine's weights ``params``.
 
-    On tp a loss is rounded in parts, and only gradients are compared.
+    On tp, only gradients are compared, because the engine rounds parts of the loss.
     """
     if splits_sums(ctx):
         yield from compare_split_grads(ctx, "grads", step, params)
@@ -167,7 +167,7 @@ def judge_training_run(ctx: JudgeContext, run: TrainingRun) -> Iterator[Comparis
 LAWS = (
     Law(
         name=TRAJECTORY_LAW,
-        statement="each of several steps gives the result of torch.optim's formula on the engine's own numbers",
+        statement="each of several steps equals torch.optim's formula applied to the engine's own numbers",
         tier=Tier.STAGED,
         models=ALL_MODELS,
         observe=observe_trajectory,
@@ -180,11 +180,11 @@ LAWS = (
         mesh_dtypes=("bf16",),
         judges_split_sums=True,
         setting_support=SettingSupport.WINDOWS_AND_CALLS,
-        kept_because="several steps with parameter groups, momentum and a schedule, where other laws make one step",
+        kept_because="makes several steps with parameter groups, momentum and a schedule; other laws make one step",
     ),
     Law(
         name="training.optimizers",
-        statement="steps of all other optimizers and options, and ten clipped steps, follow torch.optim's formulas",
+        statement="steps of other optimizers with other options, and ten clipped steps, equal torch.optim's formulas",
         tier=Tier.STAGED,
         models=("mlp",),
         observe=observe_optimizers,
