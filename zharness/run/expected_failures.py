@@ -102,6 +102,8 @@ class ExpectedFailure:
 
     def covers_cell(self, cell: Cell, version: str) -> bool:
         """Return whether this entry covers ``cell`` on release ``version`` of the engine."""
+        if not any(matches_pattern(cell.law, pattern) for pattern in self.laws):
+            return False
         is_any_model = self.user_models and is_user_model(cell.model)
         narrowed = (
             (self.stages, cell.stage),
@@ -112,7 +114,6 @@ class ExpectedFailure:
         )
         return (
             split_release(cell.engine)[0] == self.engine
-            and any(matches_pattern(cell.law, pattern) for pattern in self.laws)
             and all(not allowed or value in allowed for allowed, value in narrowed)
             and any(map(cell.mesh.has_axes, self.meshes or (DEFAULT_MESH.label,)))
             and self.data_coordinates in ("", count_data_coordinates(cell))
@@ -274,11 +275,21 @@ def list_option_names(engine: str) -> frozenset[str]:
 
 def load_own_failures(name: str) -> Iterator[ExpectedFailure]:
     """Yield the entries of one engine in the files of the package."""
+    files = load_files()
+    for stem in sorted(files, key=lambda stem: (stem != f"{name}_options", stem != name, stem)):
+        yield from (entry for entry in files[stem] if entry.engine == name)
+
+
+@cache
+def load_files() -> Mapping[str, tuple[ExpectedFailure, ...]]:
+    """Load the files of expected failures that the package ships, by the names of the files without ``.toml``."""
     folder = importlib.resources.files("zharness") / "expected_failures"
-    stems = (file.name.removesuffix(".toml") for file in folder.iterdir() if file.name.endswith(".toml"))
-    for stem in sorted(stems, key=lambda stem: (stem != f"{name}_options", stem != name, stem)):
-        text, source = (folder / f"{stem}.toml").read_text("utf-8"), f"zharness/expected_failures/{stem}.toml"
-        yield from (entry for entry in parse_expected_failures(text, source, stem) if entry.engine == name)
+    stems = [file.name.removesuffix(".toml") for file in folder.iterdir() if file.name.endswith(".toml")]
+    texts = {stem: (folder / f"{stem}.toml").read_text("utf-8") for stem in stems}
+    return {
+        stem: parse_expected_failures(text, f"zharness/expected_failures/{stem}.toml", stem)
+        for stem, text in texts.items()
+    }
 
 
 def parse_expected_failures(text: str, source: str, engine: str = "") -> tuple[ExpectedFailure, ...]:

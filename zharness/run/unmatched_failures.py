@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from itertools import product
 
 from zharness.cell import Cell
@@ -24,7 +24,7 @@ from zharness.run.expected_failures import (
 from zharness.run.law_variants import select_models
 from zharness.run.matching_failures import list_matchable_entries
 from zharness.run.mesh_claims import explain_unclaimed_mesh
-from zharness.run.plan import ClaimsLookup, Request, first_buildable_claims, plan
+from zharness.run.plan import ClaimsLookup, Request, first_buildable_claims, plan_engine_cells
 from zharness.workload.user_model import IN_PROCESS_PACKAGE, is_user_model, resolve_factory
 
 
@@ -42,16 +42,16 @@ def describe_unmatched_failures(
     has_user_model = any(is_user_model(cell.model) for cell in run_cells)
     descriptions = []
     for engine in dict.fromkeys(cell.cell.engine for cell in cells):
-        version = get_engine_version(engine)
-        # Search all cells: the user's entry may be for a release that another spelling of the engine names.
-        matched = [
-            entry
+        version, name = get_engine_version(engine), split_release(engine)[0]
+        # A user's entry may be for a release that another spelling of the engine names.
+        matched = {
+            id(entry)
             for cell in cells
-            if not cell.unsupported_reason
+            if not cell.unsupported_reason and split_release(cell.cell.engine)[0] == name
             for entry in list_matchable_entries(cell.cell, version, user_failures)
-        ]
+        }
         for entry in expected_failures_for(engine, user_failures):
-            if not entry.applies_to_version(version) or any(entry is match for match in matched):
+            if not entry.applies_to_version(version) or id(entry) in matched:
                 continue
             is_in_run = has_user_model or not is_for_user_models(entry)
             what = f"the expected failure of {', '.join(entry.laws)} ({entry.upstream})"
@@ -59,7 +59,7 @@ def describe_unmatched_failures(
             if error:
                 descriptions.append(f"{entry.location}: {what} names a model that cannot be imported: {error}")
             elif is_in_run and is_fully_run(
-                list(iter_covered_cells(entry, engine, version, claims)), run_cells, is_own=is_own_entry(entry, engine)
+                iter_covered_cells(entry, engine, version, claims), run_cells, is_own=is_own_entry(entry, engine)
             ):
                 descriptions.append(
                     f"{entry.location}: no cell of {entry.engine} {version} matches {what}, or an earlier entry "
@@ -112,17 +112,19 @@ def is_own_entry(entry: ExpectedFailure, engine: str) -> bool:
     return split_release(engine)[1] is None and entry not in list_failures_around(engine)
 
 
-def is_fully_run(covered: Sequence[PlannedCell], run_cells: Set[Cell], *, is_own: bool) -> bool:
+def is_fully_run(covered: Iterable[PlannedCell], run_cells: Set[Cell], *, is_own: bool) -> bool:
     """Return whether all supported cells of ``covered`` were run.
 
     If no cell is supported, return whether any cell was run and the entry ``is_own``: written for this very engine.
     """
-    supported = [cell for cell in covered if not cell.unsupported_reason]
-    if supported:
-        return all(cell.cell in run_cells for cell in supported)
-    if not is_own:
-        return False
-    return not covered or any(cell.cell in run_cells for cell in covered)
+    planned: list[PlannedCell] = []
+    for cell in covered:
+        if not cell.unsupported_reason and cell.cell not in run_cells:
+            return False  # most entries end here, so that few of their cells are planned
+        planned.append(cell)
+    if any(not cell.unsupported_reason for cell in planned):
+        return True
+    return is_own and (not planned or any(cell.cell in run_cells for cell in planned))
 
 
 def iter_covered_cells(
@@ -140,7 +142,8 @@ def iter_covered_cells(
     if not stages:
         return
     user_models = expected_failure.models if is_for_user_models(expected_failure) else ()
-    if user_models and not any(list(select_models(law, user_models)) for law in find_laws(expected_failure.laws)):
+    laws = find_laws(expected_failure.laws)
+    if user_models and not any(list(select_models(law, user_models)) for law in laws):
         return
     settings = product(expected_failure.engine_variants or ("",), expected_failure.meshes or (DEFAULT_MESH.label,))
     data_size = {ONE: 1, SEVERAL: 2}.get(expected_failure.data_coordinates)
@@ -164,6 +167,6 @@ def iter_covered_cells(
             engine_variant=engine_variant,
             mesh=mesh,
         )
-        for cell in plan(request, claims):
+        for cell in plan_engine_cells(engine, request, laws, claims):
             if expected_failure.covers_cell(cell.cell, version):
                 yield cell
