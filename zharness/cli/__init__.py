@@ -319,7 +319,7 @@ def program(
     Layers: x(3) or tokens(5,3) first; linear(n), matrix(n), frozen(n), read(n), conv(n), unused(n),
             norm, relu, gelu, tied; residual[...], twice[...], sometimes[...], checkpoint[...], reentrant[...]
     Verbs:  f forward (f:few,kw), b backward (b:old,tensor,scale,other,retain,unseen), n both in no_sync, s step,
-            z zero_grad, e and i forward under no_grad and inference_mode, v and vg in eval mode, vg with autograd graph,
+            z zero_grad, e and i forward under no_grad and inference_mode, v and vg in eval mode, vg with a graph,
             g and t gradients of inputs by autograd.grad and torch.func.grad, l read all parameters and gradients,
             xf and xb a forward and a backward that raise, idle a step without gradient, edit, save, load (:old)
     """
