@@ -219,7 +219,7 @@ def _wrap_test_body(function: Any, peers: _Peers) -> Callable[..., Any]:
         if len({(verdict.status, verdict.origin, verdict.choices) for verdict in verdicts}) > 1:
             _raise_common_outcome(verdicts)
         if error is not None:
-            # All ranks raise the same error. Raise the original one, which shows the diff and matches xfail(raises=...).
+            # All ranks raise the same error. Raise the original, which shows the diff and matches xfail(raises=...).
             raise error
         return result
 
