@@ -36,7 +36,7 @@ _REMEDIES = {
 
 
 def add_cuda_remedy(message: str) -> str:
-    """Return the message of a rank's exception, with the remedy in its first line if it is a CUDA error with a remedy."""
+    """Return the message of a rank's exception; the first line of a CUDA error gets its remedy, if there is one."""
     remedy = next((remedy for start, remedy in _REMEDIES.items() if message.startswith(start)), "")
     first, newline, rest = message.partition("\n")
     return f"{first}; {remedy}{newline}{rest}" if remedy else message

@@ -1,4 +1,4 @@
-"""Read facts that ranks on GPUs need from the driver, without starting CUDA: GPUs, compute mode, free memory and MPS."""
+"""Read facts that ranks on GPUs need from the driver, without starting CUDA: GPUs, compute mode, memory and MPS."""
 
 from __future__ import annotations
 

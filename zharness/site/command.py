@@ -52,7 +52,7 @@ def build_site(paths: Sequence[Path], folder: Path, user_failures: Sequence[Expe
 
 
 def show_progress(verb: str, unit: str, total: int | None = None) -> tqdm[NoReturn]:
-    """Return a bar that shows on a terminal how many units were taken, once that has lasted two seconds."""
+    """Return a progress bar that counts units on a terminal; it appears only after two seconds."""
     return tqdm(
         desc=verb,
         unit=f" {unit}",
@@ -64,7 +64,7 @@ def show_progress(verb: str, unit: str, total: int | None = None) -> tqdm[NoRetu
 
 
 def count_taken(items: Iterable[Item], bar: tqdm[NoReturn]) -> Iterator[Item]:
-    """Yield ``items``, and count each on ``bar`` when the next one is asked for."""
+    """Yield ``items``, and count each item on ``bar`` when the next item is requested."""
     for item in items:
         yield item
         bar.update()
