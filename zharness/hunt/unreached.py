@@ -104,7 +104,7 @@ def sort_functions(functions: Sequence[SourceFunction]) -> list[SourceFunction]:
 
 
 def describe_unreached(functions: Sequence[SourceFunction], limit: int | None = MAX_LISTED) -> str:
-    """Describe how much was reached; list up to ``limit`` functions never entered, and as many with missing branches."""
+    """Describe how much was reached; list up to ``limit`` functions never entered, and with missing branches each."""
     statements = sum(each.statement_count for each in functions)
     reached = statements - sum(each.missing_count for each in functions)
     entered = [each for each in functions if each.is_entered]
