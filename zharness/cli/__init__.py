@@ -237,7 +237,7 @@ def mutants(
 @click.option("--dtype", "dtypes", callback=parse_name_option, default="fp32", show_default=True, metavar="fp32,bf16")
 @click.option("--optimizer", type=NameChoice(["sgd", "adamw", "adam", "nesterov"]), default="sgd", show_default=True)
 @click.option(
-    "--clip", type=NumberRange(0, min_open=True), help="Maximum norm to which gradients are clipped; by default, none."
+    "--clip", type=NumberRange(0, min_open=True), help="Norm to which gradients are clipped; by default they are not."
 )
 @click.option(
     "--window",

@@ -16,9 +16,9 @@ Collectives are not compared across the ranks, unless a test has the marker ``co
 
 This module reads two environment variables when it is imported. ``DS_UNITTEST_TIMEOUT`` is the time limit of one test
 in seconds (default: 600). ``DS_DISABLE_REUSE_DIST_ENV=1`` disables ``reuse_dist_env``. With
-``ZHARNESS_DEEPSPEED_SHM=1``, collectives of DeepSpeed on CPUs run through its shared-memory operator, as they do
-without this package; the operator is built once, before the ranks start. DeepSpeed is imported only in the ranks, and
-by helper functions that use it. If DeepSpeed is not installed, tests run with torch.distributed alone.
+``ZHARNESS_DEEPSPEED_SHM=1``, collectives of DeepSpeed on CPUs run through its shared-memory operator, as in DeepSpeed's
+own classes; the operator is built once, before the ranks start. DeepSpeed is imported only in the ranks, and by helper
+functions that use it. If DeepSpeed is not installed, tests run with torch.distributed alone.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def find_gpu_problem(cuda_version: str | None, visible: int, gpus: tuple[Gpu, ..
     for gpu in gpus:
         if shares_gpu and not gpu.is_shared:
             return (
-                f"GPU {gpu.index} is in compute mode {gpu.compute_mode}, in which one process has it for itself: set "
+                f"GPU {gpu.index} is in compute mode {gpu.compute_mode}, which allows only one process on it: set "
                 "it back with 'nvidia-smi -c DEFAULT'"
             )
         if gpu.largest_context_count is not None and processes > gpu.largest_context_count * len(gpus):

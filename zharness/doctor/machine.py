@@ -185,7 +185,7 @@ def inspect_context(gpu: Gpu, measured: int | None) -> Finding:
     if measured is None:
         return ok_finding("CUDA context", f"not measured; {gpu.context_mib} MiB are planned for each process")
     text = f"{measured} MiB beside a process's tensors; {gpu.context_mib} MiB are planned"
-    remedy = f"set {CONTEXT_VARIABLE}={measured}, from which the number of cells that run at once follows"
+    remedy = f"set {CONTEXT_VARIABLE}={measured}; the number of cells that run at once depends on it"
     return make_finding("CUDA context", text, Severity.WARNING, measured > gpu.context_mib, remedy)
 
 

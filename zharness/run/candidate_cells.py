@@ -23,7 +23,7 @@ from zharness.run.configuration import cell_setting, is_config_file
 from zharness.run.plan import ClaimsLookup, Request
 from zharness.run.reach import CellReach, name_in_record
 
-# The number of cells to which those of a change are filled up. At 374 cells in 183 processor seconds
+# The number of cells to which the cells of a change are filled up. At 374 cells in 183 processor seconds
 # (scripts/reverted_fixes.py, docs/your-engine.md), two idle cores run about 500 cells in two minutes, so that there is
 # no time for cells that the record lacks.
 ENOUGH_CELLS = 500

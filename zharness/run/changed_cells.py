@@ -91,7 +91,9 @@ def select_changed_cells(request: Request, claims: ClaimsLookup, selection: Chan
         added = len(candidates) - len(chosen)
         likely = sum(name_in_record(cell.cell) in estimated for cell in chosen)
         sentence += (
-            f"; of these, not in the record, but most cells of their laws reach them: {likely}" if likely else ""
+            f"; of these, cells that the record lacks, and that may reach them like most of their laws: {likely}"
+            if likely
+            else ""
         )
         sentences.append(sentence + (f"; cells with another option or window: {added}" if added else ""))
     return ChangedCells(tuple(cells), "\n".join(sentences))
@@ -108,7 +110,7 @@ def describe_selection(
 ) -> str:
     """Describe how many functions differ, how many of ``cells`` reach them, and which functions no cell reaches.
 
-    ``unmeasured`` are the files that the change touches and that are no source of the record.
+    ``unmeasured`` are the files that the change touches and that the record does not measure.
     """
     parts = [
         f"{engine}: functions and branches changed since {base}: {len(changed)}{name_some(changed)}",
@@ -117,12 +119,12 @@ def describe_selection(
     outside = find_unreached_modules(cells, reach, changed)
     if outside:
         parts.append(
-            "changed in files of which no cell reaches a function, or which the record does not measure, so that every "
+            "changed files in which no cell reaches a function, or which the record does not measure, so that every "
             f"cell runs: {len(outside)}{name_some(outside)}"
         )
     if unmeasured:
         parts.append(
-            "changed files that are no source of the record, so that nothing says which cells they affect: "
+            "changed files that are not sources of the record, so that nothing says which cells they affect: "
             f"{len(unmeasured)}{name_some(unmeasured)}"
         )
     missed = changed - frozenset().union(*reaching.values())
@@ -130,7 +132,7 @@ def describe_selection(
         parts.append(f"functions that no cell reaches: {len(missed)}{name_some(missed)}")
     unknown = sum(name_in_record(cell.cell) not in reach for cell in cells)
     if unknown:
-        parts.append(f"cells that are not in the record, and do not run: {unknown}")
+        parts.append(f"cells that are not in the record and do not run: {unknown}")
     return "; ".join(parts)
 
 

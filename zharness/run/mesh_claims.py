@@ -131,7 +131,7 @@ def explain_missing_plan(model: str, mesh: Mesh, stages_per_rank: int = 1) -> st
     """
     if is_user_model(model):  # the plan of a user's model is read when the model is built
         unplanned = [axis for axis in (PIPELINE, EXPERT, CONTEXT) if axis in mesh.axes]
-        only = "of a model of your own, tp alone takes a plan, the one that transformers ships with it"
+        only = "for a model of your own, only tp has a plan: the plan that transformers ships with the model"
         return f"the model of {model} has no plan for the axis {unplanned[0]}; {only}" if unplanned else ""
     spec, stages = model_spec(model), stages_per_rank * mesh.size(PIPELINE)
     if PIPELINE in mesh.axes and len(spec.pp_plan) < stages:
@@ -335,7 +335,7 @@ def reason_mesh_not_stated(law: Law, cell: Cell, capabilities: Capabilities) -> 
         on_mesh = f" and the mesh {cell.mesh.label}" if cell.mesh.sizes else ""
         return f"{law.name} is not stated for the world size {cell.world_size}{on_mesh}: {law.mesh_support.value}"
     if is_split_exactly(cell.model) and (other := find_other_model(law, cell.variant, cell.mesh)):
-        return f"the model {cell.model} would show of {law.name} what {other} shows"
+        return f"the model {cell.model} would show nothing of {law.name} that {other} does not show"
     if not cell.mesh.sizes:  # without a mesh, a model needs no plan
         return explain_other_form(law, cell, capabilities) or explain_refused_model(cell, capabilities)
     return (

@@ -308,7 +308,7 @@ def announce_unused_parameters(
     if not option or request.engine_variant:
         report_status(line)
         return request
-    report_status(f"{line}; {engine} asks for the option {option} then, so every cell sets it")
+    report_status(f"{line}; {engine} requires the option {option} for such a loss, so every cell sets it")
     return replace(request, engine_variant=option)
 
 

@@ -251,7 +251,7 @@ def refuse_sparse_gradients(name: str, model: nn.Module) -> None:
     if sparse:
         raise UsageError(
             f"the module {sparse[0] or 'itself'!r} of the model of {name} has sparse gradients, which torch's AdamW "
-            "refuses, and so the laws that train with it; build it with sparse=False, which gives the same numbers"
+            "refuses, so laws cannot train with it; build it with sparse=False, which gives the same numbers"
         )
 
 

@@ -59,7 +59,7 @@ def explain_uneven_ranks(planned: PlannedCell, facts: ModelFacts, claims: Claims
     if known.uneven_block:
         return (
             f"ranks use different parameters in one step, which the engine allows inside `with {known.uneven_block}` "
-            f"alone; laws on users' models do not open this block, {UNEVEN_LAW} does"
+            f"alone; laws on users' models do not open this block, but {UNEVEN_LAW} does"
         )
     return ""
 
@@ -84,6 +84,6 @@ def describe_uneven_ranks(facts: ModelFacts) -> str:
     names = facts.uneven_parameters
     shown = ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
     return (
-        f"some micro-batches use {len(names)} parameters ({shown}), and others do not, so ranks use different ones in "
-        f"one step; whether an engine allows that is the law {UNEVEN_LAW}"
+        f"some micro-batches use {len(names)} parameters ({shown}), and others do not, so ranks use different "
+        f"parameters in one step; the law {UNEVEN_LAW} tests whether an engine allows that"
     )

@@ -31,8 +31,8 @@ PROCESS_BYTES = int(0.35 * GIB)  # the memory of a process that imported torch a
 # moments of both engines and, for low precision, their master weights. The judge has weights, local gradients and
 # evidence, and in float64 the expected values and their bounds. Cells of a GPT-2 with 10 M parameters took less than
 # this. A frozen parameter has no gradients, optimizer state, master weights or expected updates: its only float64 copy
-# is that of the weights, in which the judge runs plain PyTorch (convert_to_float64 in zharness/parity/baseline.py). A
-# buffer is copied as often as a frozen parameter.
+# is the copy of the weights on which the judge runs plain PyTorch (convert_to_float64 in zharness/parity/baseline.py).
+# A buffer is copied as often as a frozen parameter.
 RANK_COPIES, RANK_OPTIMIZER_COPIES, RANK_MASTER_COPIES = 7, 4, 2
 JUDGE_COPIES, JUDGE_FLOAT64_COPIES = 5, 2
 # If an engine has kernels of its own, the judge needs more memory for tier C. In float64: the gradient and its unit for

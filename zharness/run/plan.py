@@ -303,7 +303,7 @@ def list_dtypes(law: Law, variant: str, request: Request) -> Iterator[str]:
     """Yield the dtypes of the cells of one variant of a law.
 
     A check of every law on a mesh has depth 1 and one dtype. The function adds the ``mesh_dtypes`` of the law and the
-    variant, unless the user named dtypes; the dtypes of the array are then the named dtypes, too.
+    variant, unless the user named dtypes; in that case ``array_dtypes`` also has only the named dtypes.
     """
     yield from request.dtypes
     if request.mesh.sizes and not request.patterns:

@@ -25,8 +25,8 @@ def build_site(paths: Sequence[Path], folder: Path, user_failures: Sequence[Expe
     """Write the site of the records in ``paths`` into ``folder``, and return the exit code.
 
     ``user_failures`` are the user's own expected failures, whose reasons are shown.
-    The exit code is 0 whatever the verdicts are, and 2 if a line of the files is not a record; the site is then written
-    without it and says so. Raises UsageError if there is no record, jinja2 is missing, or the folder must not be
+    The exit code is 0 for all verdicts, and 2 if a line of the files is not a record; then the site is written without
+    that line and says so. Raises UsageError if there is no record, jinja2 is missing, or the folder must not be
     replaced.
     """
     if find_spec("jinja2") is None:
