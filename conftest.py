@@ -15,16 +15,16 @@ os.environ.pop("GITHUB_STEP_SUMMARY", None)
 torch.set_num_threads(1)
 
 
-EXHAUSTIVE = "exhaustive: a long test, or one of a row of alike ones; runs with --exhaustive"
+EXHAUSTIVE = "exhaustive: a long test, or one of many similar tests; runs with --exhaustive"
 
 
 def pytest_addoption(parser):
-    """Add the option that runs the longest tests, too."""
+    """Add the option that also runs the longest tests."""
     parser.addoption("--exhaustive", action="store_true", help="also run the tests that are marked exhaustive")
 
 
 def pytest_collection_modifyitems(config, items):
-    """Skip the longest tests unless the option asks for them; the workflow of each pull request does."""
+    """Skip the longest tests unless --exhaustive is given; the workflow of pull requests gives this option."""
     if not config.getoption("exhaustive"):
         for item in items:
             if item.get_closest_marker("exhaustive"):
@@ -67,7 +67,7 @@ def pytest_collection_finish():
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item, nextitem):
-    """Exclude what a test file has left in memory from garbage collection, as after the collection of tests.
+    """Exclude objects that a test file has left in memory from garbage collection, as after the collection of tests.
 
     A forked session of pytest collects garbage five times at its end, each time over all objects that it has inherited.
     """

@@ -24,15 +24,15 @@ from zharness.world import run
 EPILOG = """
 Time: the plain model and a few engines train on the same ranks, one thread each, in alternating rounds of a few steps,
 so that other load on the machine affects all of them. In each round the median step of an engine is divided by that of
-the plain model; the table shows the median of these ratios over the rounds, their quartiles (the noise), and the ratio
+the plain model. The table shows the median of these ratios over the rounds, their quartiles (the noise), and the ratio
 of the fastest steps. Plain PyTorch runs on every rank at the same time, as the engines do, but without communication.
 
 Bytes: counted, not timed, on the reference engine. "held" are the storages of parameters, gradients after a backward
 and AdamW's state, compared with the formula of the ZeRO paper; "sent" are the bytes of a step's collectives, compared
 with 2 psi (stages 0, 1), (A+1) psi (2), 3A psi (3) times (N-1)/N; "gathered" are stage 3's unsharded parameters.
 
-The exit status is 1 if a figure of the reference engine exceeds its limit. Ratios are meaningful on an idle machine
-only: check the load that is printed first, and the quartiles.
+The exit status is 1 if a figure of the reference engine exceeds its limit. Ratios are meaningful only on an idle
+machine: check the load that is printed first, and the quartiles.
 
   python scripts/bench_engines.py                                  everything, about a quarter of an hour
   python scripts/bench_engines.py --size 5M --rounds 5             the small model's times, and all bytes
@@ -45,7 +45,7 @@ BARS: Mapping[int, float] = {0: 1.08, 1: 1.15, 2: 1.15, 3: 1.35}
 NEAR = 1.02  # limit on the ratio of held and sent bytes to their formulas
 WORLDS = (1, 2, 4, 8)
 PARTS = ("time", "bytes", "growth")
-STEPS = {"5M": 3, "50M": 1}  # steps in a round; one of the large model takes as long as a dozen of the small one
+STEPS = {"5M": 3, "50M": 1}  # steps in a round; a step of the large model takes as long as a dozen of the small model
 Key = tuple[str, int]
 
 

@@ -24,23 +24,23 @@ from zharness.world import run
 
 EPILOG = """
 The plain model and a few engines train on the same ranks, in alternating rounds of a few steps; a step ends when its
-kernels have ended. Every rank runs the plain model too, without communication, so that ranks that share a GPU share it
-alike. In bf16, DDP and plain PyTorch run forwards under torch.autocast with weights in fp32; the other engines have
-weights in bf16 and train fp32 masters. Collectives of the backend staged are timed without poisoning. The groups share
-the seconds that are left; each runs fewer and shorter rounds if its share is small, but one. The figures are written
-after each group of engines: a run that is cut keeps those before.
+kernels have ended. Every rank also runs the plain model, without communication, so that plain PyTorch and the engines
+share a GPU in the same way. In bf16, DDP and plain PyTorch run forwards under torch.autocast with weights in fp32; the
+other engines have weights in bf16 and train fp32 master weights. Collectives of the backend staged are timed without
+poisoning. The groups of engines share the seconds that are left; a group with a small share runs fewer and shorter
+rounds, but at least one. The figures are written after each group: a run that is cut keeps the figures so far.
 
   python scripts/bench_gpu.py --ranks 1,2 --json steps.json
   ZHARNESS_DEVICE=cpu python scripts/bench_gpu.py --size tiny --dtype fp32 --json steps.json     tries the script
 """
-GRACE_SECONDS = 15.0  # for a round that takes longer than the one before it, and for the end of ranks
+GRACE_SECONDS = 15.0  # for a round that takes longer than the round before it, and for the end of ranks
 COLUMNS = ("engine", "stage", "ranks", "plain ms", "ms", "ratio", "low", "high", "problem")
 
 
 def time_team(team: Sequence[tuple[str, int]], plan: Plan, ranks: int, seconds: float) -> list[dict[str, Any]]:
     """Return a row for each engine of a group: its median step and its ratio to the plain model's, or the problem.
 
-    The group may take ``seconds``, its start included.
+    The group may take ``seconds``, including its start.
     """
     plan = replace(plan, deadline=time.time() + seconds)
     where = [{"engine": name, "stage": stage, "ranks": ranks} for name, stage in team]
@@ -57,7 +57,7 @@ def time_team(team: Sequence[tuple[str, int]], plan: Plan, ranks: int, seconds: 
 
 
 def pick(figures: dict[str, float], names: Sequence[str]) -> dict[str, float]:
-    """Return the figures that ``names`` name."""
+    """Return the entries of ``figures`` with these ``names``."""
     return {name: figures[name] for name in names}
 
 
@@ -83,7 +83,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Time every group of engines on each world size, and write and print the figures after each of them."""
+    """Time every group of engines on each world size, and write and print the figures after each group."""
     options = parse_arguments()
     plan = Plan(
         SIZES[options.size], options.rounds, options.steps, options.samples, options.length, False, options.dtype

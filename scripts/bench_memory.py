@@ -1,11 +1,11 @@
-"""Compare the memory that `zharness model` announces with the most that its processes had, and print their CPU time.
+"""Compare the memory that `zharness model` announces with the peak of its processes, and print their CPU time.
 
     python scripts/bench_memory.py suites.model.large:of_64_mib [--engine NAME] [--stage N] [--only LAW ...] [--jobs N]
 
-The memory is what the system cannot take back: anonymous and shared pages of the command's processes (Pss_Anon and
-Pss_Shmem in /proc/PID/smaps_rollup: a page that several processes share counts once), read every tenth of a second. The
-temporary files that ranks record are measured on their own; the judge maps them, so that a process may seem to have
-them, but the system drops their pages when memory runs short. CPU time is that of all processes, from the same samples.
+The measured memory is memory that the system cannot reclaim: anonymous and shared pages of the command's processes
+(Pss_Anon and Pss_Shmem in /proc/PID/smaps_rollup: a page that several processes share counts once), read every tenth of
+a second. The temporary files that ranks record are measured separately: the judge maps them, but the system can drop
+their pages when memory runs short. CPU time is the time of all processes, from the same samples.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 
 GIB, KIB = 2**30, 2**10
 INTERVAL = 0.1  # seconds
-ROUNDING = 0.05  # GiB, of an announced size
+ROUNDING = 0.05  # GiB, by which an announced size may be rounded
 ANNOUNCED = re.compile(r"at most ([\d.]+) GiB, and ([\d.]+) ([GM])iB of temporary files")
 UNITS = {"G": GIB, "M": 2**20}
 PAGES = re.compile(r"^Pss_(?:Anon|Shmem): +(\d+) kB", re.MULTILINE)
@@ -106,7 +106,7 @@ def read_memory(pid: int) -> int:
 
 
 def read_size(path: Path) -> int:
-    """Return the bytes that a file takes on its disk; 0 if it is gone."""
+    """Return the bytes that a file takes on its disk; 0 if it does not exist."""
     try:
         return path.lstat().st_blocks * 512
     except OSError:

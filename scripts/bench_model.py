@@ -3,9 +3,9 @@
     python scripts/bench_model.py [--model PATH] [--engine reference] [--stage 3] [--jobs 0]
 
 Prints the seconds of the whole run, and (whole - engine - baseline) / engine over the cells, run one after another.
-Here "whole" is observing and judging, "engine" the same calls of the engine without recording, and "baseline" the
-forwards and backwards of the plain model in the judge. These are CPU seconds of all processes, which other load on the
-machine changes little. Targets: 60 s, and 30 %. Micro-batches are 4 rows of 128 tokens, the model's full length;
+Here "whole" is observing and judging, "engine" is the same calls of the engine without recording, and "baseline" is the
+forwards and backwards of the plain model in the judge. All three are CPU seconds of all processes, which other load on
+the machine changes little. Targets: 60 s, and 30 %. Micro-batches are 4 rows of 128 tokens, the model's full length;
 `--model scripts.bench_model:of_32_tokens` uses the shorter random batches of a model without a batch function: the
 engine computes less, while the number of compared elements stays the same.
 """

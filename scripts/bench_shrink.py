@@ -23,8 +23,8 @@ from zharness.mutants import MUTANTS
 
 SECONDS, MODULES = 60.0, 3
 SEARCH = 45.0  # seconds of the search, the command's default; starting ranks and the final run take the rest
-# These mutants cover each engine that they are built on, and each kind of fault: a factor, a loss, shards, clipping,
-# the optimizer, graphs, parameters.
+# These mutants cover each engine on which mutants are built, and each kind of fault: a factor, a loss, shards,
+# clipping, the optimizer, graphs, parameters.
 CHOSEN = (
     "never_reduces",
     "leaves_out_the_last_rank",

@@ -68,7 +68,7 @@ def main() -> int:
 
 
 def invent_records(bad: float) -> Iterator[Record]:
-    """Yield records without end: each cell on four releases of its engine, the reference on four of torch."""
+    """Yield records without end: each cell on four releases of its engine, the reference on four releases of torch."""
     chance = random.Random(0)  # noqa: S311 - not a secret
     for cell, version in cells():
         for engine_release, torch_release in zip(DEEPSPEED_RELEASES, TORCH_RELEASES, strict=True):

@@ -2,10 +2,11 @@
 
     python scripts/check_release.py [v0.1.0] [--dist dist]
 
-The version belongs to ``zharness/__init__.py``. The tag is the version after a ``v``, CITATION.cff repeats the version,
-and CHANGELOG.md begins with its section, ``## 0.1.0 (2026-11-30)``, which is not empty. Without a tag, as before a
-release, the date may also be ``unreleased``. With --dist the folder has one wheel and one sdist of that version, and
-nothing else. The section is printed, and goes to the summary of a workflow. The exit code is 1 if anything disagrees.
+The version is defined in ``zharness/__init__.py``. The tag has to be the version after a ``v``, CITATION.cff has to
+repeat the version, and CHANGELOG.md has to begin with the section of the version, ``## 0.1.0 (2026-11-30)``, which must
+not be empty. Without a tag, as before a release, the date may also be ``unreleased``. With --dist, the folder has to
+contain one wheel and one sdist of that version, and nothing else. The script prints the section, and writes it to the
+summary of a workflow. The exit code is 1 if anything disagrees.
 """
 
 from __future__ import annotations

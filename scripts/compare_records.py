@@ -3,8 +3,8 @@
     python scripts/compare_records.py before.jsonl after.jsonl
     python scripts/compare_records.py --before old/*.jsonl --after new/*.jsonl
 
-Reads the files that ``zharness check --jsonl`` and ``zharness mutants --jsonl`` write. Prints each difference and
-exits with 1 if there is one. Times, versions and the spelling of a message are not compared.
+Reads the files that ``zharness check --jsonl`` and ``zharness mutants --jsonl`` write. Prints each difference, and
+exits with 1 if there is a difference. Times, versions and the text of messages are not compared.
 """
 
 from __future__ import annotations

@@ -4,9 +4,10 @@
 
 The engine's run is the time that its slowest rank needs to observe a cell: build the model and the engine, draw
 batches, run forwards, backwards and steps, and gather full gradients, weights and state by the engine's own functions.
-It excludes what zharness does there for the comparison: check that the engine left the model unchanged, copy what it
-returned, look for replaced functions of torch, and write the evidence. The baseline's run is the time to build and run
-the plain model in the cell's dtype, or nothing if the process has cached it from another cell. All other time is cost:
+It excludes the work of zharness on the ranks for the comparison: check that the engine left the model unchanged, copy
+the tensors that it returned, look for replaced functions of torch, and write the evidence. The baseline's run is the
+time to build and run the plain model in the cell's dtype, or 0 if the process has cached it from another cell. All
+other time is cost:
 certificates in float64, reading and judging, and messages to and from ranks and judge. Cells run one after another on
 pooled ranks and a pooled judge.
 """
@@ -65,13 +66,13 @@ class Cost:
 
 
 def time_observe(*arguments: Any) -> float:
-    """Observe a cell and return the seconds, without those spent on comparing; runs on a rank."""
+    """Observe a cell and return the seconds, without the seconds spent on comparing; runs on a rank."""
     whole, comparing = time_parts(COMPARING, observe_and_judge.observe, arguments)
     return whole - comparing
 
 
 def time_judge(*arguments: Any) -> tuple[float, float]:
-    """Judge a cell; return the seconds, and those of building and running the plain model; runs in the judge."""
+    """Judge a cell; return the seconds, and the seconds of building and running the plain model; runs in the judge."""
     return time_parts(PLAIN, observe_and_judge.judge, arguments)
 
 
@@ -133,7 +134,7 @@ def measure_cost(ranks: RankServer, judges: RankServer, cell: Cell, claims: Capa
     """Run one cell as ``zharness check --isolation pooled`` does; it overwrites the evidence of the cell before."""
     began = time.perf_counter()
     common = {"timeout": 60.0, "isolation": Isolation.POOLED}
-    pool = f"stage {cell.stage}"  # each stage has its ranks; all share the judge
+    pool = f"stage {cell.stage}"  # each stage has its own ranks; all stages share the judge
     arguments = (cell, 0, folder, claims, {})
     observing = submit(ranks, time_observe, arguments, cell.world_size, group=Group.REUSED, pool=pool, **common)
     judge, plain = submit(judges, time_judge, (cell, 0, folder, claims), 1, group=Group.NONE, **common)[0]

@@ -49,7 +49,7 @@ def get_claims(record: Record) -> engines.Capabilities:
 
 
 def export_and_run(record: Record, folder: Path) -> tuple[str, ScriptResult | None, int]:
-    """Return why the cell cannot be exported ("" if it can), the result of its script, and its number of lines."""
+    """Return the reason why the cell cannot be exported, or "", the result of its script, and its number of lines."""
     cell = record.cell
     try:
         script = render_cell_script(record, get_claims(record), "script.py")

@@ -19,11 +19,11 @@ from fixtures.session import FIXTURES, RANK_TIMEOUT, Fixture, Session, require_e
 from tabulate import tabulate
 
 EPILOG = """
-Every fault runs in a pytest process of its own, in a file of four tests on 2 ranks: a healthy one, the fault of rank 1,
-two healthy ones. Verdict, culprit and cause are read from what a user sees: the outcome that pytest reported for the
-faulty test, and strings in pytest's output. Orphans are processes of the run that are alive 5 s after pytest ended,
+Every fault runs in a pytest process of its own, in a file of four tests on 2 ranks: a healthy test, the fault of rank
+1, two healthy tests. Verdict, culprit and cause are read from what a user sees: the outcome that pytest reported for
+the faulty test, and strings in pytest's output. Orphans are processes of the run that are alive 5 s after pytest ended,
 identified by a tag in their environment. The exit status is 1 if zharness misses a requirement: the right verdict in
-time, culprit and cause named, no process left, the tests after the fault pass.
+time, the culprit and the cause are named, no process is left, the tests after the fault pass.
 
   python scripts/fixtures_faults.py                                every fault, every fixture: a quarter of an hour
   python scripts/fixtures_faults.py --only hang --fixture process
@@ -36,7 +36,7 @@ PATIENCE = 5.0  # seconds for a session's processes to end after pytest
 QUICK, HANGING = 2.0, RANK_TIMEOUT + 3.0  # limits in seconds on the time until a verdict
 COMPARED = ("fresh", "pooled", "process", "continuous")
 # torch's defaults are 300 s for a test and, in MultiProcContinuousTest, 120 s for the group. Here both are divided by
-# 10, not more: the limit of MultiProcessTestCase includes the start of its processes, 10 s on a busy machine.
+# 10, not by more: the limit of MultiProcessTestCase includes the start of its processes, 10 s on a busy machine.
 TORCH_TIMEOUTS = {"DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": "30", "FIXTURES_GROUP_TIMEOUT": "12"}
 ATTEMPTS = 3  # runs: a run in which the healthy test before the fault fails cannot be judged
 
@@ -45,8 +45,8 @@ ATTEMPTS = 3  # runs: a run in which the healthy test before the fault fails can
 class Fault:
     """One fault, its expected outcomes, and the patterns of the output that name its cause.
 
-    With ``alone`` only rank 1 is at fault, so an output that names rank 0 first is wrong; else both ranks are involved
-    and both have to be named. ``bar`` is the time limit in seconds.
+    With ``alone``, only rank 1 is at fault, so an output that names rank 0 first is wrong. Otherwise both ranks are
+    involved and both have to be named. ``bar`` is the time limit in seconds.
     """
 
     title: str
@@ -174,7 +174,7 @@ def extract_failures(output: str) -> str:
 
 
 def judge_culprit(output: str, alone: bool) -> str:
-    """Return ``yes`` if the output names rank 1 first (for ``alone``) or both ranks; else what it names instead."""
+    """Return ``yes`` if the output names rank 1 first (for ``alone``) or both ranks, else the ranks that it names."""
     ranks = re.findall(r"(?i)\b(?:rank|process)\W{0,2}(\d+)\b", output)
     if ranks[:1] == ["1"] if alone else {"0", "1"} <= set(ranks):
         return "yes"
@@ -213,7 +213,7 @@ def render_table(findings: list[Finding]) -> str:
 
 
 def render_totals(findings: list[Finding]) -> str:
-    """Return a table with one row per fixture: how many faults it reported right."""
+    """Return a table with one row per fixture: the numbers of faults that the fixture reported correctly."""
     rows = []
     for fixture in dict.fromkeys(finding.fixture for finding in findings):
         fixture_findings = [finding for finding in findings if finding.fixture == fixture]

@@ -32,7 +32,7 @@ row of its own. The exit status is 1 if a figure of zharness exceeds its limit.
   python scripts/fixtures_speed.py --ranks "" --scale 64,256     large worlds only
 """
 
-# Limits in seconds: for the median test by fixture and ranks, and for the only test by ranks.
+# Limits in seconds: for the median test, by fixture and ranks; for the single test of a large world, by ranks.
 BARS: Mapping[tuple[str, int], tuple[float, str]] = {
     ("fresh", 2): (0.10, "fresh test overhead, 2 ranks, at most 0.10 s median"),
     ("fresh", 4): (0.20, "fresh test overhead, 4 ranks, at most 0.20 s median"),
@@ -44,7 +44,7 @@ SCALE_BARS: Mapping[int, tuple[float, str]] = {
     256: (15.0, "world size 256, one all_reduce test, at most 15 s"),
 }
 TIMES_BELOW = 25  # a fresh test has to be at least this many times faster than under MultiProcessTestCase
-# Tests per round: many for a fast fixture, few for one whose test takes seconds.
+# Tests per round: many for a fast fixture, few for a fixture whose test takes seconds.
 TESTS = {"fresh": 30, "pooled": 30, "pooled-checked": 30, "pooled-new": 30, "process": 5, "continuous": 10, "spawn": 5}
 
 

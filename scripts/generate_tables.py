@@ -7,11 +7,10 @@
     python scripts/generate_tables.py --kills kills.jsonl                the kill matrix, by what is wrong
     python scripts/generate_tables.py --bugs                             run every reproduction: 10 to 20 minutes
 
-Options may be combined. They take files of ``zharness check --jsonl``, and ``--kills`` a file of
-``zharness mutants --jsonl``. Each table replaces the content of the ``<details>`` block with its title; ``--meshes``
-replaces the tables of those meshes that the records have, and ``--combinations`` the rows of those engines and meshes.
-If a command fails, no page is changed, and the exit code is
-1.
+Options may be combined. They take files of ``zharness check --jsonl``; ``--kills`` takes a file of
+``zharness mutants --jsonl``. Each table replaces the content of the ``<details>`` block with its title. ``--meshes``
+replaces only the tables of the meshes that the records have, and ``--combinations`` only the rows of their engines and
+meshes. If a command fails, no page is changed, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ MATRIX = "every law on every engine"
 MESHES = "every law on every engine, on each mesh"
 FRAMEWORKS = "every law on accelerate, Trainer and Fabric"
 COMBINATIONS = "the laws that ran on each engine and mesh"
-ENGINE_AND_MESH = 2  # the first columns of a row of combinations, which say what it counts
+ENGINE_AND_MESH = 2  # the number of first columns that identify a row of combinations
 CONTRACTS = "the contracts of each engine"
 BUGS = "every bug, on the releases that were run"
 KILLS = "who is killed, by what is wrong"
@@ -72,9 +71,10 @@ def read_block(page: str, title: str) -> str:
 
 
 def merge_rows(page: str, title: str, new: str) -> str:
-    """Return the Markdown table of the block ``title`` with the rows of ``new`` in place of those that they replace.
+    """Return the Markdown table of the block ``title``, with its rows replaced by the rows of ``new``.
 
-    A row replaces one with the same engine and mesh; others are appended. Raises ValueError if there is no such table.
+    A row of ``new`` replaces the row with the same engine and mesh; other rows of ``new`` are appended. Raises
+    ValueError if there is no such table.
     """
     block = re.search(rf"<summary>{re.escape(title)}</summary>\n\n(.*?)\n\n</details>", page, re.DOTALL)
     if block is None:
@@ -90,14 +90,14 @@ def split_rows(table: str) -> tuple[list[str], dict[tuple[str, ...], str]]:
 
 
 def split_meshes(overview: str) -> tuple[dict[str, str], str]:
-    """Return the table of each mesh of an overview, by the line above it, and the legend behind the last one."""
+    """Return the table of each mesh of an overview, by the line above it, and the legend behind the last table."""
     tables, _, legend = overview.rpartition("\n\n.  the law holds")
     parts = re.split(r"^(mesh \S+)$", tables, flags=re.MULTILINE)[1:]
     return {name: table.strip("\n") for name, table in zip(parts[::2], parts[1::2], strict=True)}, legend
 
 
 def merge_meshes(old: str, new: str) -> str:
-    """Return the overview ``old`` with those tables that ``new`` has, and the legend of ``new``."""
+    """Return the overview ``old``, with tables replaced by the tables of ``new``, and with the legend of ``new``."""
     known, _ = split_meshes(old)
     made, legend = split_meshes(new)
     tables = "\n\n".join(f"{name}\n\n{table}" for name, table in (known | made).items())

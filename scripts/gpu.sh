@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Runs the laws, mutants of streams and step times on the GPUs of this machine, and leaves one JSON file and one page.
+# Runs the laws, the mutants of streams and step times on the GPUs of this machine; writes one JSON file and one page.
 set -euo pipefail
 
 ALL=(doctor mutants default torch steps deepspeed dtypes nccl ranks tf32 options fused_adam)
-declare -A LIMIT=(  # seconds, the grace included; those before steps fit one command of ten minutes
+declare -A LIMIT=(  # seconds, including the grace; the sections before steps fit one command of ten minutes
     [doctor]=30 [mutants]=75 [default]=300 [torch]=130 [steps]=150 [deepspeed]=40 [dtypes]=60 [nccl]=40 [ranks]=40
     [tf32]=40 [options]=180 [fused_adam]=240 [page]=40
 )
-# What the sections after steps run, unless ZHARNESS_GPU_LAWS says otherwise: all laws would take each of them minutes.
+# The laws of the sections after steps, unless ZHARNESS_GPU_LAWS names others: with all laws, each would take minutes.
 SIDE_LAWS="training.grads training.trajectory training.clip_and_norm state.resume precision.*"
 GRACE=20  # seconds in which a check starts, and ends its last cells when it has reached its limit
 
@@ -17,7 +17,7 @@ Usage: scripts/gpu.sh [OUTPUT_FOLDER [SECTION...]]
 
 Runs sections with the python3 of this environment, all of them by default, in this order:
 
-  doctor     what the machine has, and what a CUDA context takes
+  doctor     the machine's equipment, and the memory of a CUDA context
   mutants    the mutants of streams, and of TF32
   default    the default check of the reference engine (depth 2), on 2 ranks
   torch      DDP and FSDP2 at depth 1
@@ -29,16 +29,16 @@ Runs sections with the python3 of this environment, all of them by default, in t
   tf32       products in TF32 on DDP, FSDP2 and the reference
   options    options that only a GPU has: compiled models, CUDA graphs, unpinned offload, fused optimizers
   fused_adam  build DeepSpeed's FusedAdam and run it; left out without DeepSpeed or CUDA's compiler nvcc
-  page       OUTPUT_FOLDER/results.json and page.html of all records there; runs at the end anyway
+  page       OUTPUT_FOLDER/results.json and page.html of all records there; always runs at the end
 
-Each section has a limit of its own, and a section that is cut keeps its records. ZHARNESS_GPU_SCALE multiplies the
-limits (2: twice as long), and ZHARNESS_GPU_BUDGET is a limit in seconds for all: what does not fit any more is left out
-and told. The sections after steps run a few laws. ZHARNESS_GPU_LAWS names other ones for all checks, separated by
-spaces; 'all' runs every law everywhere.
+Each section has a time limit of its own, and a section that is cut keeps its records. ZHARNESS_GPU_SCALE multiplies the
+limits (2: twice as long), and ZHARNESS_GPU_BUDGET is a limit in seconds for all sections: a section that does not fit
+any more is left out, and a line says so. The sections after steps run a few laws. ZHARNESS_GPU_LAWS names other laws
+for all checks, separated by spaces; 'all' runs every law in every check.
 
 Ranks share a GPU if there are fewer GPUs than ranks. Needs torch with CUDA. Other packages that are missing are
-installed into OUTPUT_FOLDER/packages. If ZHARNESS_GPU_WHEELS names a folder, all wheels there are installed, DeepSpeed's
-too, and nothing from elsewhere.
+installed into OUTPUT_FOLDER/packages. If ZHARNESS_GPU_WHEELS names a folder, all wheels in it are installed, including
+DeepSpeed's, and nothing from elsewhere.
 ZHARNESS_DEVICE=cpu with ZHARNESS_BACKEND=staged tries the script without a GPU. The default folder is gpu-results.
 The exit code is 1 if a section failed to run, and 0 even if laws do not hold: the page shows them.
 HELP
@@ -59,18 +59,18 @@ read -ra side_laws <<<"${ZHARNESS_GPU_LAWS:-$SIDE_LAWS}"
 [ "${ZHARNESS_GPU_LAWS:-}" != all ] || laws=() side_laws=()
 failed=0
 
-left() {  # the seconds that are left of the budget for anything but the page
+left() {  # the seconds of the budget that are left for sections other than the page
     echo $((${ZHARNESS_GPU_BUDGET:-1000000} - SECONDS - LIMIT[page]))
 }
 
-limit_of() {  # the limit of a section, or what is left of the budget if that is less
+limit_of() {  # the limit of a section, or the rest of the budget if that is less
     local limit rest
     limit=$(awk "BEGIN { print int(${LIMIT[$1]} * ${ZHARNESS_GPU_SCALE:-1}) }")
     rest=$(left)
     echo $((limit < rest ? limit : rest))
 }
 
-run() {  # run NAME COMMAND...: the log goes to NAME.log; a failure is told and does not stop
+run() {  # run NAME COMMAND...: the log goes to NAME.log; a failure is reported and does not stop the script
     local name=$1 began=$SECONDS status=0
     shift
     if [ "$limit" -le 0 ]; then
@@ -94,7 +94,7 @@ shows_failures() {  # whether NAME ended with 1 because laws do not hold or muta
     esac
 }
 
-check() {  # check NAME OPTION...: records go to NAME.jsonl
+check() {  # check NAME OPTION...: the records go to NAME.jsonl
     local name=$1
     shift
     run "$name" python3 -m zharness check "$@" --max-seconds "$((limit > GRACE ? limit - GRACE : 1))" --jsonl "$out/$name.jsonl"
@@ -148,7 +148,7 @@ section_ranks() {
 
 section_tf32() { check tf32 "${side_laws[@]}" --engine ddp --engine fsdp2 --engine reference --dtype tf32 --depth 1; }
 
-section_options() {  # each with its grace and its share of what is left, in percent; compiling takes a cell seconds
+section_options() {  # each option has a grace and a share of the rest, in percent; compiling takes seconds per cell
     local run option engine engines share whole
     whole=$(limit_of options)
     for run in compiled:30:ddp,fsdp2 cuda_graphs:25:ddp,fsdp2 fused_optimizer:15:ddp,fsdp2 \
@@ -161,7 +161,7 @@ section_options() {  # each with its grace and its share of what is left, in per
     done
 }
 
-section_fused_adam() {  # the build takes longer than a cell may, so that it is a command of its own
+section_fused_adam() {  # the build takes longer than the limit of a cell, so it is a command of its own
     local began=$SECONDS build='from deepspeed.ops.op_builder import FusedAdamBuilder; FusedAdamBuilder().load()'
     if ! command -v nvcc >/dev/null || ! python3 -c 'import deepspeed' >/dev/null 2>&1; then
         printf 'fused_adam\tleft out\t0\tbuild of FusedAdam\n' >>"$out/sections.tsv"
@@ -189,7 +189,7 @@ note_device() {  # note_device WHEN: the memory in use and the processes on the 
     [ -z "$memory" ] || printf '%s\t%s\t%s\n' "$1" "$memory" "$processes" >>"$out/device.tsv"
 }
 
-finish() {  # also if the script is cut: what was recorded is kept
+finish() {  # also runs if the script is cut, so that all records are kept
     trap - EXIT INT TERM
     limit=${LIMIT[page]}
     note_device after
@@ -198,7 +198,7 @@ finish() {  # also if the script is cut: what was recorded is kept
     exit "$failed"
 }
 
-pack() {  # one archive of the folder, written outside it: tar fails if a file appears in a folder while it reads it
+pack() {  # write one archive of the folder, outside of the folder: tar fails if a file appears while it reads a folder
     local archive
     archive=$(mktemp) || return 1
     trap 'rm -f "$archive"; exit 1' INT TERM
@@ -207,13 +207,13 @@ pack() {  # one archive of the folder, written outside it: tar fails if a file a
     return 1
 }
 
-install_packages() {  # the wheels of ZHARNESS_GPU_WHEELS, and what pyproject.toml names and this python3 lacks, beside torch
+install_packages() {  # the wheels of ZHARNESS_GPU_WHEELS, and dependencies other than torch that this python3 lacks
     local missing wheels=() pip=(python3 -m pip install --quiet --no-deps)
     if [ -n "${ZHARNESS_GPU_WHEELS:-}" ]; then
         mapfile -t wheels < <(find "$ZHARNESS_GPU_WHEELS" -maxdepth 1 -name '*.whl')
         [ "${#wheels[@]}" -gt 0 ] || { echo "gpu.sh: ZHARNESS_GPU_WHEELS names $ZHARNESS_GPU_WHEELS, which has no wheel" >&2; exit 2; }
         pip+=(--no-index)
-        # Under another name until all are there: a call that was cut would leave a folder that lacks some.
+        # Use another name until all wheels are installed: a call that is cut would leave an incomplete folder.
         if [ ! -d "$out/packages" ]; then
             rm -rf "$out/packages.partial"
             "${pip[@]}" --target "$out/packages.partial" "${wheels[@]}" || {
@@ -231,7 +231,7 @@ install_packages() {  # the wheels of ZHARNESS_GPU_WHEELS, and what pyproject.to
     }
 }
 
-find_cuda_headers() {  # the headers of the CUDA libraries that torch came with, which a small CUDA toolkit lacks
+find_cuda_headers() {  # the headers of torch's CUDA libraries, which a small CUDA toolkit lacks
     python3 -c '
 import sysconfig
 from pathlib import Path

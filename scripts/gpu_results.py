@@ -1,4 +1,4 @@
-"""Join what the sections of gpu.sh left in a folder: results.json, records.jsonl and page.html."""
+"""Join the files that the sections of gpu.sh wrote into a folder, as results.json, records.jsonl and page.html."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tabulate import tabulate
 
 RECORDS, RESULTS, PAGE = "records.jsonl", "results.json", "page.html"
 BROKEN = ("fail", "crash", "hang", "error", "undetermined")
-FIGURE_ENGINES = ("reference", "fsdp2", "ddp")  # those that may not raise a false alarm
-ENDED = ("0", "1", "3")  # of a check that was not killed: laws hold, a law is broken, the harness failed in a cell
+FIGURE_ENGINES = ("reference", "fsdp2", "ddp")  # engines on which no law may raise a false alarm
+ENDED = ("0", "1", "3")  # exit codes of a check that was not killed: laws hold, a law is broken, the harness failed
 STEP_COLUMNS = ("engine", "stage", "ranks", "plain ms", "ms", "ratio", "low", "high", "problem")
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a section; the last line of a section that was killed may be cut, and is left out."""
+    """Yield the records of a section; if the section was killed, its last line may be incomplete and is left out."""
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             yield json.loads(line)
@@ -39,7 +39,7 @@ def read_records(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def read_sections(folder: Path) -> list[dict[str, Any]]:
-    """Return what ran: the name, exit code, seconds and command of each section, the latest run of each."""
+    """Return the name, exit code, seconds and command of the latest run of each section."""
     path, found = folder / "sections.tsv", dict[str, dict[str, Any]]()
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
         name, status, seconds, command = line.split("\t", 3)
@@ -48,7 +48,7 @@ def read_sections(folder: Path) -> list[dict[str, Any]]:
 
 
 def read_device(folder: Path) -> dict[str, dict[str, int]]:
-    """Return the MiB in use on all GPUs and the number of processes there, before the first section and at the end."""
+    """Return the MiB in use on all GPUs and the number of their processes, before the first section and at the end."""
     path = folder / "device.tsv"
     rows = [line.split("\t") for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
     return {when: {"mib": int(mib), "processes": int(processes)} for when, mib, processes in rows}
@@ -79,7 +79,7 @@ def find_largest_memory(records: Mapping[str, Sequence[Mapping[str, Any]]]) -> d
 
 
 def list_unexpected(records: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """Return the cells that broke a law, or in which the harness failed, without an entry that expects it."""
+    """Return the cells that broke a law, or in which the harness failed, and that no expected failure covers."""
     return [
         {"section": section, "cell": record["case"], "verdict": record["verdict"], "cause": record["cause"]}
         for section, rows in records.items()
@@ -89,7 +89,7 @@ def list_unexpected(records: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[
 
 
 def count_judged(records: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, dict[str, int]]:
-    """Return for each engine that may raise no false alarm how many cells were judged, and how many are unexpected."""
+    """Return, for each of FIGURE_ENGINES, the number of judged cells and the number of unexpected outcomes."""
     found = {engine: {"judged": 0, "unexpected": 0} for engine in FIGURE_ENGINES}
     for record in (record for rows in records.values() for record in rows):
         if record["engine"] in found and (result := outcome(record)) != "unsupported":
@@ -99,7 +99,7 @@ def count_judged(records: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str
 
 
 def list_kills(folder: Path, sections: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """Return for each mutant that the command names the laws that killed it; none if it lived or was not reached."""
+    """Return the laws that killed each mutant of the command; empty if the mutant survived or was not reached."""
     arguments = next((str(each["command"]).split() for each in sections if each["name"] == "mutants"), [])
     start = arguments.index("mutants") + 1 if "mutants" in arguments else 0
     names = arguments[start : arguments.index("--scope") if "--scope" in arguments else None] if start else []
@@ -112,9 +112,9 @@ def list_kills(folder: Path, sections: Sequence[Mapping[str, Any]]) -> dict[str,
 
 
 def read_default(folder: Path, sections: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the seconds of the default check, with its start, and whether it ran to its end; empty if it did not run.
+    """Return the seconds of the default check, including its start, and whether it was complete; {} if it did not run.
 
-    A check that reached its limit says so in its output.
+    The output of a check that reached its limit has a line with STOPPED.
     """
     ran = next((each for each in sections if each["name"] == "default"), None)
     log = folder / "default.log"
@@ -181,7 +181,7 @@ def render_tables(results: Mapping[str, Any]) -> str:
 
 
 def write_page(folder: Path, text: str) -> int:
-    """Write the report's page with the tables above its end; without records, the tables alone. Returns its status."""
+    """Write the report's page with the tables at its end, or without records only the tables; return the status."""
     page, status = folder / PAGE, 0
     if (folder / RECORDS).stat().st_size:
         command = [sys.executable, "-m", "zharness", "report", str(folder / RECORDS), "--html", str(page)]

@@ -16,7 +16,7 @@ VOCABULARY, SEQUENCE, BATCH = 512, 16, 2
 
 
 class Block(nn.Module):
-    """A transformer block without the mixing over positions, which has no parameters."""
+    """A transformer block without the attention product over positions, which has no parameters."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -11,7 +11,7 @@ PROJECT = Path(__file__).parents[1] / "pyproject.toml"
 
 
 def read_dependencies(text: str) -> list[str]:
-    """Return the requirements of the project that apply to this Python. Reads them without a parser of TOML."""
+    """Return the requirements of the project that apply to this Python, without using a TOML parser."""
     block = text.partition("\ndependencies = [")[2].partition("\n]")[0]
     found = [line.partition('"')[2].partition('"')[0] for line in block.splitlines() if '"' in line]
     is_old = sys.version_info < (3, 11)
@@ -28,7 +28,7 @@ def is_installed(requirement: str) -> bool:
 
 
 def main() -> None:
-    """Print what is missing."""
+    """Print the missing requirements."""
     for requirement in read_dependencies(PROJECT.read_text(encoding="utf-8")):
         if not requirement.startswith("torch") and not is_installed(requirement):
             print(requirement)

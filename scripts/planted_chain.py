@@ -1,4 +1,4 @@
-"""Plant a fault into DeepSpeed that trains a checkpointed GPT-2 with LoRA; find it, shrink it and export a script.
+"""Plant a fault into a DeepSpeed that trains a checkpointed GPT-2 with LoRA; find, shrink and export the fault.
 
     python scripts/planted_chain.py [--seconds 45]
 

@@ -1,7 +1,7 @@
 """Measure what the installed pytest plugin costs `pytest --collect-only` of a project that does not use it.
 
-Runs with and without the plugin take turns, in a folder with one test file. Prints the medians of processor seconds,
-which other work on the machine changes less than the seconds on the clock, and their difference.
+Runs with and without the plugin alternate, in a folder with one test file. Prints the medians of processor seconds,
+which other work on the machine changes less than wall-clock seconds, and their difference.
 """
 
 from __future__ import annotations

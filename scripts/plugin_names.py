@@ -2,15 +2,15 @@
 
     python scripts/plugin_names.py FOLDER [--into suites/pytest_ranks/plugin_names.toml] [PACKAGE ...]
 
-Installs the newest release of each package, with what it requires, into a folder of its own below FOLDER, and asks a
-pytest that has nothing else. The names of a package contain those of the plugins that it requires, and none of pytest
-itself. Without PACKAGEs it asks again for all that the file lists; with PACKAGEs it replaces or adds these. A package
-that cannot be installed or that pytest does not start with stays in the file with its reason; some start `--with` an
-older pytest, or with a package that they do not require.
+The script installs the newest release of each package, with its requirements, into a folder of its own below FOLDER,
+and lists the names in a pytest that has no other plugins. The names of a package include those of the plugins that it
+requires, but not those of pytest itself. Without PACKAGEs, the script updates all packages of the file; with PACKAGEs,
+it replaces or adds only these. If a package cannot be installed or pytest does not start with it, the package stays in
+the file with the reason; some start `--with` an older pytest, or with a package that they do not require.
 
 The file lists the 105 most downloaded packages named ``pytest-*`` or ``*-pytest``, most downloaded first, and 29 of the
-most downloaded ones of other names that define a plugin. A marker that a plugin reads without registering it is not
-seen. ``uv`` installs them in a tenth of the time, if it is there.
+most downloaded packages with other names that define a plugin. The script does not see a marker that a plugin reads
+without registering it. If ``uv`` is installed, it installs the packages in a tenth of the time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ KINDS = ("options", "markers", "fixtures", "settings")
 INSTALL_SECONDS = 600.0
 ASK_SECONDS = 60.0
 ANSWER = "NAMES "
-PYTEST = "pytest<9.2"  # 9.2 keeps its fixtures in another attribute than the one that ASK reads
+PYTEST = "pytest<9.2"  # 9.2 stores fixtures in another attribute than the attribute that ASK reads
 ASK = """
 import json, re, sys
 import pytest
@@ -57,7 +57,7 @@ sys.exit(pytest.main([*sys.argv[1:], "-q", "--collect-only", "-p", "no:cacheprov
 
 
 def main() -> int:
-    """Ask the packages that the command names, or all of the file, and write the file."""
+    """List the names of the packages on the command line, or of all packages in the file, and write the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("packages", nargs="*")
@@ -90,14 +90,14 @@ def main() -> int:
 
 
 def make_environment(path: Path) -> Path:
-    """Make an environment that has pip alone, unless it exists, and return its Python."""
+    """Make an environment with only pip, unless the environment exists, and return its Python."""
     if not path.exists():
         venv.create(path, with_pip=True)
     return path / "bin" / "python"
 
 
 def ask(python: Path, folder: Path, package: str, *beside: str) -> dict[str, Any]:
-    """Install ``package`` and return its version and its names of each of the KINDS, or why there are none."""
+    """Install ``package``, and return its version and its names of each of the KINDS, or the reason of the failure."""
     target, empty = folder / package, folder / "empty"
     empty.mkdir(exist_ok=True)
     (empty / "test_one.py").write_text("def test_one():\n    pass\n", encoding="utf-8")
@@ -120,7 +120,7 @@ def ask(python: Path, folder: Path, package: str, *beside: str) -> dict[str, Any
 def ask_pytest(
     folder: Path, *arguments: str, python: Path = Path(sys.executable), variables: Mapping[str, str] | None = None
 ) -> dict[str, list[str]]:
-    """Return the names of each of the KINDS that a pytest defines which collects the tests in ``folder``.
+    """Return the names of each of the KINDS that are defined in a pytest that collects the tests in ``folder``.
 
     Raises CalledProcessError if pytest does not collect.
     """
@@ -150,7 +150,7 @@ def read_version(target: Path, package: str) -> str:
 
 
 def subtract(answer: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``answer`` without the names that pytest alone has."""
+    """Return ``answer`` without the names that pytest itself defines."""
     return {
         key: sorted(set(value) - set(plain[key])) if key in KINDS else value
         for key, value in answer.items()

@@ -1,7 +1,7 @@
 """Write the README into the metadata of a wheel or sdist with links that work on a page of a package index.
 
-hatchling runs this while it builds (``[tool.hatch.metadata.hooks.custom]`` in pyproject.toml). A link of the README to
-a file of the repository leads to the folder that ZHARNESS_SOURCE_URL names, as release.yml sets it:
+hatchling runs this script during a build (``[tool.hatch.metadata.hooks.custom]`` in pyproject.toml). A link of the
+README to a file of the repository leads to the folder that ZHARNESS_SOURCE_URL names; release.yml sets it to
 ``https://github.com/OWNER/zharness/blob/v0.1.0``. Without that variable, as in a build by hand, only the text of such a
 link remains, because the link would lead nowhere.
 """
@@ -21,7 +21,7 @@ _CODE = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
 
 
 def make_absolute(text: str, source: str) -> str:
-    """Return Markdown whose links to files lead to the folder ``source``; without one, their text alone."""
+    """Return Markdown whose links to files lead to the folder ``source``; if it is empty, keep only their text."""
 
     def replace(found: re.Match[str]) -> str:
         target = found["target"]

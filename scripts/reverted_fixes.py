@@ -1,13 +1,13 @@
-"""Revert fixes of an engine one by one, and see whether the tier for pull requests notices.
+"""Revert fixes of an engine one by one, and report whether the check for pull requests (the tier) notices.
 
     python scripts/reverted_fixes.py --source deepspeed-0.19.8 --reach reach.jsonl fixes/*.diff
 
-``--source`` is a git repository of the engine, whose HEAD has all the fixes, and ``--reach`` a record of it by
-``zharness check --record-reach``. For each diff, a copy of HEAD without the fix is checked as a pull request is:
-``zharness check --changed HEAD -x``. A cell that fails runs once more on HEAD. If it fails there too, it does not
-count, and the check goes on with the cells that have not run, for as long as is left. Prints a table of what was
-noticed, after how many cells and seconds, and exits with 1 unless every fix was noticed. On a busy machine, make
-``--max-seconds`` longer and judge by the seconds of the processors.
+``--source`` is a git repository of the engine, whose HEAD has all the fixes, and ``--reach`` is a record of HEAD by
+``zharness check --record-reach``. For each diff, the script checks a copy of HEAD without the fix like a pull request:
+``zharness check --changed HEAD -x``. A cell that fails runs once more on HEAD. If it also fails on HEAD, it does not
+count, and the check continues with the cells that have not run, until the time is over. The script prints a table with
+the fixes that were noticed, after how many cells and seconds, and exits with 1 unless every fix was noticed. On a busy
+machine, increase ``--max-seconds`` and judge by processor seconds.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 HOLDS = ("pass", "contract", "unsupported")
-NOT_IMPORTED = "cannot be imported"  # in the message with which the tier ends if the engine has no valid source
-LEAST_SECONDS = 1.0  # of a run
+NOT_IMPORTED = "cannot be imported"  # part of the last message of the tier if the engine has no valid source
+LEAST_SECONDS = 1.0  # the tier starts no further run if less time is left
 CONTROL = ("training.grads", "--model", "mlp")  # cells that show whether an engine can be imported
 
 
@@ -42,10 +42,10 @@ class Notice(Enum):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the tier said of one reverted fix: the cells that ran, the first failure or last line, and the cost.
+    """The result of the tier for one reverted fix: the cells that ran, the first failure or last line, and the cost.
 
-    ``seconds`` are those of the clock, and ``cpu_seconds`` those of the processors, planning and starting included, and
-    without the runs with the fix. ``failures_with_fix`` are the cells that fail with the fix too.
+    ``seconds`` are wall-clock seconds and ``cpu_seconds`` processor seconds, including planning and starting, but not
+    the runs with the fix. ``failures_with_fix`` are the cells that also fail with the fix.
     """
 
     name: str
@@ -82,37 +82,37 @@ def run_check(records: Path, *arguments: str) -> CheckRun:
 
 
 def read_cpu_seconds() -> float:
-    """Return the processor seconds of the processes that this one has started and that have ended."""
+    """Return the processor seconds of all ended child processes of this process."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
 
 def list_failures(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the ids of the cells that make a check red; an expected failure is none.
+    """Return the ids of the cells that make a check red; an expected failure does not.
 
-    These are broken laws, leaks (a cell that fails on ranks that others have used), and stale expected failures.
+    These are broken laws, leaks (cells that fail on ranks that other cells have used), and stale expected failures.
     """
     return [record["case"] for record in records if is_red(record)]
 
 
 def is_red(record: Mapping[str, Any]) -> bool:
-    """Return whether a cell makes a check red, at which ``-x`` stops."""
+    """Return whether a cell makes a check red, so that ``-x`` stops the check."""
     if record.get("excuse"):
         return False
     return record["verdict"] not in HOLDS or bool(record.get("pool_difference") or record.get("stale"))
 
 
 def list_holding(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the ids of the cells that ran and are no failures."""
+    """Return the ids of the cells that ran and are not failures."""
     failures = list_failures(records)
     return [record["case"] for record in records if record["case"] not in failures]
 
 
 @dataclass(frozen=True)
 class TierRun:
-    """What the runs of a tier showed: their records, the first failure that counts, and the failures of the base too.
+    """The result of the runs of a tier: their records, the first failure that counts, and the failures of the base.
 
-    ``first_failure`` is empty if no failure counts. ``seconds`` and ``cpu_seconds`` are those of the runs of the tier.
+    ``first_failure`` is empty if no failure counts. ``seconds`` and ``cpu_seconds`` are the time of the tier's runs.
     """
 
     records: list[dict[str, Any]]
@@ -129,11 +129,11 @@ def run_tier(
     max_seconds: float,
     jobs: int,
 ) -> TierRun:
-    """Run a tier that stops at each failure until one is none of the base, or ``max_seconds`` of its cells are over.
+    """Run a tier, which stops at each failure, until a cell fails that holds on the base, or its time is over.
 
-    ``run_rest(seconds, files)`` runs the cells that the records ``files`` lack until one fails, for at most
-    ``seconds``, and returns the run and the file of its records. ``list_failures_of_base(cells)`` returns those that do
-    not hold on the base. ``jobs`` cells run at a time.
+    The time is over when the cells have taken ``max_seconds``. ``run_rest(seconds, files)`` runs the cells that the
+    records ``files`` lack until one fails, for at most ``seconds``, and returns the run and the file of its records.
+    ``list_failures_of_base(cells)`` returns the cells that do not hold on the base. ``jobs`` cells run at a time.
     """
     records, files, failures_of_base = list[dict[str, Any]](), list[Path](), list[str]()
     seconds, cpu_seconds, left = 0.0, 0.0, max_seconds
@@ -144,7 +144,7 @@ def run_tier(
         cpu_seconds += read_cpu_seconds() - cpu_start
         records += run.records
         files.append(file)
-        # What the cells took: a run that goes on plans and starts anew, for which no pull request has to wait.
+        # Count only the time of cells: a continued run plans and starts again, which does not happen in a pull request.
         left = max_seconds - sum(record["seconds"] for record in records) / jobs
         failures = list_failures(run.records)
         of_base = list_failures_of_base(failures) if failures else ()
@@ -178,7 +178,7 @@ def check_without_fix(source: Path, fix: Path, engine: str, reach: Path, max_sec
             return run_check(file, *where, *options, *earlier), file
 
         def list_failures_of_base(failures: Sequence[str]) -> list[str]:
-            """Return those of ``failures`` that do not hold on the copy with the fix, or do not run there."""
+            """Return the ``failures`` that do not hold, or do not run, on the copy with the fix."""
             cells = {failure: failure.replace(f"@{copy}", f"@{control}") for failure in failures}
             holding = list_holding(run_check(Path(folder, "control.jsonl"), *cells.values()).records)
             return [failure for failure, cell in cells.items() if cell not in holding]

@@ -1,9 +1,9 @@
-"""Check that cells have the same verdicts when they run again, in another order, on pooled ranks and on fresh ones.
+"""Check that cells have the same verdicts when they run again, in another order, on pooled ranks and on fresh ranks.
 
     python scripts/same_verdicts.py --engine reference --engine ddp --engine fsdp2
 
-Runs the cells once in each setting and compares every cell's verdict, expected failure and first wrong number with
-those of the first run. Prints the differences; the exit code is 1 if there are any.
+Runs the cells once in each setting, and compares every cell's verdict, expected failure and first wrong number with
+those of the first run. Prints the differences; the exit code is 1 if there is a difference.
 """
 
 from __future__ import annotations

@@ -21,24 +21,25 @@ from zharness.world.orphans import adopt_orphans
 
 EPILOG = """
 own: the project with its own classes. drop-in: the project with zharness.compat.deepspeed or zharness.compat.pytorch.
-recheck: its own classes, for one test of each message with which tests of a file fail or are skipped with the drop-in,
-and for --passes tests that pass with it, drawn by --seed or else 0. stand-in (DeepSpeed's files): the reference engine
-in the place of DeepSpeed, with the drop-in.
+recheck: the project's own classes, for one test of each message with which tests of a file fail or are skipped with the
+drop-in, and for --passes tests that pass with the drop-in, drawn by --seed (default 0). stand-in (DeepSpeed's files):
+the reference engine in the place of DeepSpeed, with the drop-in.
 
-The folder of --records keeps the runs of each project in a file, and what it has is not run again, unless --sample or
---seed differs, --passes is larger, or --limit is above the one at which a run was killed. own and drop-in run the same
---sample tests of each file, spread over those that run on ranks or drawn by --seed; stand-in runs all. Files that use
-no class of the drop-in are left out. Of files that drop-in ran alone, outcomes and the reasons of failures are printed,
-and how many of the tests that recheck ran end alike. Seconds are medians over --repeats runs. The ratio is that of the
-CPU seconds of all processes, which other work changes less. With --ways '' nothing runs, and the tables are printed.
+The folder of --records keeps the runs of each project in a file. A recorded run is not repeated, unless --sample or
+--seed differs, --passes is larger, or --limit is above the limit at which the run was killed. own and drop-in run the
+same --sample tests of each file, spread evenly over the tests on ranks or drawn by --seed; stand-in runs all tests.
+Files that use no class of the drop-in are left out. For files that only drop-in ran, the script prints outcomes and the
+reasons of failures, and how many of the tests that recheck ran end in the same way. Seconds are medians over --repeats
+runs. The ratio is the ratio of the CPU seconds of all processes, which other work changes less. With --ways '' nothing
+runs, and the tables are printed.
 
-With --page the files that the tables of the page have are left out, and the tables are written there: the rows of the
-records, and of other files the rows of the page. deepspeed.toml and pytorch.toml in scripts/both_ways list the
-exceptions. The exit status is 1 if another test ends differently or fails on the reference engine, if another file
-gains less than 2 x, or if a run was killed or has no test.
+With --page, files that are already in the tables of the page are left out, and the tables are written to the page: with
+the rows of the records, and the rows of the page for other files. deepspeed.toml and pytorch.toml in scripts/both_ways
+list the exceptions. The exit status is 1 if another test ends differently or fails on the reference engine, if another
+file gains less than 2 x, or if a run was killed or has no test.
 
-PyTorch's files name CUDA and NCCL. Both ways they run with gloo on a CPU that counts as --cpu-devices devices, or, if
-that is 0, as they are.
+PyTorch's files name CUDA and NCCL. In both ways they run with gloo on a CPU that counts as --cpu-devices devices, or
+unchanged if --cpu-devices is 0.
 
   git clone https://github.com/deepspeedai/DeepSpeed
   python scripts/side_by_side.py --deepspeed DeepSpeed/tests --pytorch pytorch/test/distributed --records runs
@@ -48,7 +49,7 @@ that is 0, as they are.
 
 @dataclass(frozen=True)
 class Session:
-    """The test files of one project, the options, and the runs that are known, by path and way."""
+    """The test files of one project, the options, and the recorded runs by path and way."""
 
     family: Family
     source: Source
@@ -57,7 +58,7 @@ class Session:
 
     @property
     def file(self) -> Path:
-        """The file that keeps the runs, one a line."""
+        """The file with the recorded runs, one run per line."""
         return self.source.records / f"{self.family.name}.jsonl"
 
     @property
@@ -67,7 +68,7 @@ class Session:
         return Page(options.page, self.family, options.seed) if options.page else None
 
     def run_files(self, left_out: set[str]) -> None:
-        """Run what the records lack, but no file whose path, as tables print it, is ``left_out``.
+        """Run the files and ways that the records lack, except files whose paths in tables are ``left_out``.
 
         Ends the program if there is no test file.
         """
@@ -87,7 +88,7 @@ class Session:
                 self.known[path, way] = runs
 
     def select_tests(self, path: str, way: Way) -> Selection | None:
-        """Return which tests of a file run in this way, or None if recheck has none from the drop-in's runs."""
+        """Return the tests of a file that run in this way, or None if the drop-in's runs give recheck no test."""
         if way is Way.STAND_IN:
             return Selection()
         if way is Way.RECHECK:
@@ -105,7 +106,7 @@ class Session:
         return run
 
     def report(self) -> list[str]:
-        """Print the tables, write them to the page, and return what no exception explains."""
+        """Print the tables, write them to the page, and return the differences that no exception explains."""
         runs = {key: combine_runs(found) for key, found in self.known.items() if self.options.files in key[0]}
         alone = {key: run for key, run in runs.items() if (key[0], Way.OWN) not in runs}
         exceptions = self.family.read_exceptions()
@@ -126,7 +127,7 @@ class Session:
 
 
 def main() -> int:
-    """Run what the records lack, print and write the tables, and return the exit status."""
+    """Run the tests that the records lack, print and write the tables, and return the exit status."""
     options = parse_arguments()
     options.records.mkdir(parents=True, exist_ok=True)
     adopt_orphans()
@@ -147,7 +148,7 @@ def iter_sessions(options: argparse.Namespace) -> Iterator[Session]:
 
 
 def find_left_out(page: Page | None, ways: list[Way]) -> set[str]:
-    """Return the files that the page has: those of whole files if the drop-in runs alone, or else those of samples."""
+    """Return the files on the page: in the tables of whole files if only the drop-in runs, else in those of samples."""
     if page is None:
         return set()
     empty = Tables({}, {}), WholeTables({}, {}, {})

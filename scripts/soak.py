@@ -1,4 +1,4 @@
-"""Run long tests that should find nothing: `cells` counts false alarms of laws, `groups` measures leaks of ranks."""
+"""Run long tests that should find no problem: `cells` counts false alarms of laws, `groups` measures leaks of ranks."""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
     python scripts/soak_models.py [--engine NAME ...] [--model NAME ...] [--stage N ...] [--jsonl FILE]
 
-The default tests run a sample of this. Prints a line for each model and engine; the exit code is 1 if a law is broken.
+The default tests run a sample of these cells. Prints a line for each model and engine; the exit code is 1 if a law is
+broken.
 Nothing is downloaded.
 """
 

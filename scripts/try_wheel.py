@@ -2,10 +2,10 @@
 
     python scripts/try_wheel.py dist FOLDER
 
-The environment has the wheel, what it requires by constraints.txt (which lies alone, as a user would download it), and
-nothing else; later the extras that the last commands need. The commands run in an empty folder, so that nothing of the
-clone is found. FOLDER must not exist. The exit code is 1 if a command has another exit code than the one
-listed here, takes longer than TIME_LIMIT, or prints a traceback that is not part of its output.
+The environment has only the wheel and its requirements under constraints.txt, a copy as a user would download it; the
+last commands add the extras that they need. The commands run in an empty folder, so that they cannot find the clone.
+FOLDER must not exist. The exit code is 1 if a command has another exit code than the listed one, takes longer than
+TIME_LIMIT, or prints a traceback that is not part of its output.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-TIME_LIMIT = 1500  # seconds of one command; pip took 360 on a busy machine
-# A constraint of the caller would hide that constraints.txt does not suffice.
+TIME_LIMIT = 1500  # seconds for one command; pip took 360 s on a busy machine
+# A constraint in the caller's environment would hide that constraints.txt does not suffice.
 LEFT_OUT = ("PYTHON", "VIRTUAL_ENV", "ZHARNESS", "PIP_CONSTRAINT")
 TRACEBACK = "Traceback (most recent call last)"
 BROKEN = "zharness.mutants:loses_the_shards_edge"
@@ -37,7 +37,7 @@ class Trial:
     code: int = 0
 
 
-# With ``{wheel}`` for the wheel's path. The second part needs extras.
+# ``{wheel}`` stands for the wheel's path. The second part needs extras.
 WITHOUT_EXTRAS = (
     Trial("pip install '{wheel}' -c constraints.txt", ""),
     Trial("zharness --version", "zharness, version"),

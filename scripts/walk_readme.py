@@ -3,11 +3,12 @@
     python scripts/walk_readme.py clone|wheel FOLDER [--skip TEXT ...] [--minutes 10]
 
 ``clone`` installs a fresh clone of this repository and works in it. ``wheel`` builds a wheel of the clone, installs it
-and works in a folder beside it; there the commands that install the clone install the wheel. FOLDER must not exist. The
-Python files that the README shows are written before the first command. A command is skipped that contains one of the
-TEXTs, such as the name of an engine. One that runs longer than ``--minutes`` is ended, unless it installs packages. The
-exit code is 1 if a command is ended, prints a traceback, or has another exit code than 0. Commands about the broken
-engine of the page may exit with 1, and so may the scripts that torchrun starts, for which torchrun prints a traceback.
+and works in a folder beside it; commands that would install the clone install the wheel instead. FOLDER must not exist.
+The Python files that the README shows are written before the first command. A command that contains one of the TEXTs,
+such as the name of an engine, is skipped. A command that runs longer than ``--minutes`` is ended, unless it installs
+packages. The exit code is 1 if a command is ended, prints a traceback, or has another exit code than 0. Commands about
+the broken engine of the page may exit with 1, and so may the scripts that torchrun starts, for which torchrun prints a
+traceback.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ INSTALL_SECONDS = 3600.0
 BROKEN_ENGINES = ("zharness.mutants:", "failing.jsonl")  # a command about one of these may find a broken law
 TORCHRUN = "torchrun "  # its scripts show a bug, with exit code 1
 TRACEBACK = "Traceback (most recent call last)"
-ENDED = (124, 137, -9)  # the exit codes with which a command ends that ran too long
+ENDED = (124, 137, -9)  # the exit codes of a command that was ended because it ran too long
 INSTALLED_CLONE = re.compile(r'-e (?:"?\.(\[[\w,]+\])?"?) -c constraints\.txt')
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a command did: its exit code (None if it was ended), what it printed, and the seconds it took."""
+    """The outcome of a command: its exit code (None if it was ended), its output, and its seconds."""
 
     code: int | None
     output: str
@@ -52,7 +53,7 @@ class Outcome:
         return lines[-1] if lines else ""
 
     def is_expected(self, line: str) -> bool:
-        """Return whether the command ``line`` may end like this."""
+        """Return whether the command ``line`` may have this outcome."""
         may_fail = line.startswith(TORCHRUN) or any(text in line for text in BROKEN_ENGINES)
         has_traceback = TRACEBACK in self.output or (TRACEBACK in self.errors and not line.startswith(TORCHRUN))
         return self.code in ((0, 1) if may_fail else (0,)) and not has_traceback
@@ -113,7 +114,7 @@ def prepare(kind: str, folder: Path) -> Walk:
 
 
 def list_lines(skipped: list[str]) -> Iterator[str]:
-    """Yield the README's commands that none of ``skipped`` is part of."""
+    """Yield the README's commands that contain none of the texts ``skipped``."""
     for command in parse_commands(README):
         if not any(text in command.line for text in skipped):
             yield command.line

@@ -3,10 +3,10 @@
     python scripts/zoo.py --jsonl zoo.jsonl [--engine NAME ...] [--model NAME ...] [--only LAW ...] [--write]
 
 Every law that applies to a user's model runs, in fp32 on 2 ranks, unless --only names laws. ``zoo.requests.jsonl``
-beside the file lists the models that were checked to the end, with engine, stages and laws: these are not run again,
-and all others are. ``--write`` puts the results into the table between the marks in docs/your-model.md; squares of
-which the file has no record stay as they are. The exit code is 1 if a verdict is neither a pass nor explained, or if a
-model compared no gradient. Nothing is downloaded. ``scripts/zoo_planted.py`` checks the models on broken engines.
+beside the file lists the models that were checked completely, with engine, stages and laws; only the other models run.
+``--write`` puts the results into the table between the marks in docs/your-model.md; squares without a record in the
+file do not change. The exit code is 1 if a verdict is neither a pass nor explained, or if no gradient of a model was
+compared. Nothing is downloaded. ``scripts/zoo_planted.py`` checks the models on broken engines.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def main() -> int:
 
 @dataclass(frozen=True)
 class FinishedRequest:
-    """A model that was checked to the end on one engine: with which stages and laws, and why it was refused."""
+    """A model that was checked completely on one engine, with the stages and laws, and the reason if it was refused."""
 
     model: str
     engine: str
@@ -164,7 +164,7 @@ def check_on_engine(requests: Sequence[ModelCheckRequest], jobs: int, results: R
 def check_each(
     requests: Sequence[ModelCheckRequest], options: RunOptions, refused: list[str]
 ) -> Iterable[tuple[ModelCheckRequest, list[Record]]]:
-    """Yield each request with its records. One that is refused has none, and its reason is added to ``refused``."""
+    """Yield each request with its records. A refused request has no records; its reason is added to ``refused``."""
     try:
         yield from check_models(requests, options, lambda: None, prepare_rank_environment, lambda _line: None, refused)
     except UsageError as error:
@@ -220,7 +220,7 @@ def render_rows(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> str:
 
 
 def describe_square(records: Sequence[Record]) -> str:
-    """Return the number of passes and of each other outcome but unsupported; empty without a record."""
+    """Return the number of passes and of each other outcome, except unsupported; empty without a record."""
     counts = count_outcomes(records)
     counts.pop("unsupported", None)
     passes = counts.pop("pass", 0)

@@ -4,10 +4,11 @@
 
 The fault of a model is the first of all mutants of zharness/mutants, in an order that the model's name determines, that
 changes a number of training on this model: a loss, gradient or weight of a short run (``suites/model/short_run.py``)
-differs from the right engine's. No law takes part in this choice. Then every law that applies to a user's model runs on
-the broken engine. The fault is found if a law fails there that holds on the right engine at the same stage; every
-other model counts as not found, also one that is refused. A model whose line is in the file is not run again.
-``--write`` puts the table into docs/your-model.md. The exit code is 1 if fewer than 95 % of the faults are found.
+differs from that of the correct engine. No law takes part in this choice. Then every law that applies to a user's model
+runs on the broken engine. The fault is found if a law fails on the broken engine and holds on the correct engine at the
+same stage; otherwise, and if the model is refused, the fault counts as not found. A model whose line is in the file is
+not run again. ``--write`` puts the table into docs/your-model.md. The exit code is 1 if fewer than 95 % of the faults
+are found.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ WORLD_SIZE, SECONDS = 2, 60.0
 class PlantedResult:
     """A model's fault, the first number that it changes, and the laws that found it.
 
-    ``drawn`` is the number of mutants that were tried until one changed a number. ``also_right`` are laws that fail on
-    the right engine as well, so they show nothing. ``refusal`` says why no law ran.
+    ``drawn`` is the number of mutants that were tried until one changed a number. ``also_right`` are laws that also
+    fail on the correct engine, so they prove nothing. ``refusal`` is the reason why no law ran.
     """
 
     model: str
@@ -92,7 +93,7 @@ def load_results(path: Path) -> list[PlantedResult]:
 
 
 def plant_fault(path: str, options: RunOptions) -> PlantedResult:
-    """Choose the model's fault, run every law on it, and the laws that fail on the right engine."""
+    """Choose the model's fault, run every law on the broken engine, and those that fail on the correct engine."""
     mutant, stage, drawn, changes = draw_fault(path)
     try:
         reds = find_broken_laws(ModelCheckRequest(path, engine=mutant.engine, stages=(stage,)), options)
@@ -150,7 +151,7 @@ def describe_result(result: PlantedResult) -> str:
 
 
 def report(results: Sequence[PlantedResult], is_written: bool) -> int:
-    """Print the share of faults that are found and the others; return the exit code."""
+    """Print the share of faults that are found, and the faults that are not; return the exit code."""
     survivors = [result for result in results if not result.found_by]
     for result in survivors:
         print(f"{describe_result(result)}: {MUTANTS[result.mutant].description}")

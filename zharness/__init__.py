@@ -22,12 +22,11 @@ A file imports files of a lower floor, or of its own package (``suites/meta/test
 ``suites/meta/test_map.py`` compares them with a traced run.
 
 1. The command. ``cli/__init__.py``, ``cli/check.py`` and ``cli/options.py`` (``environment.py``) parse it, with the
-   options that ``cli/project_options.py`` finds by ``project_file.py``;
-   ``names.py`` and ``cli/name_index.py`` refuse unknown names before torch is imported, with the cache folder of
-   ``releases/overlay.py``; ``world/launch.py`` detects
-   torchrun; ``run/expected_failures.py`` and ``run/user_failures.py`` read the expected failures,
-   in the TOML of ``toml_text.py``, which ``run/matching_failures.py`` matches with cells;
-   ``report/outputs.py`` holds the outputs.
+   options that ``cli/project_options.py`` finds by ``project_file.py``.
+   ``names.py`` and ``cli/name_index.py`` refuse unknown names before torch is imported; ``releases/overlay.py`` names
+   their cache folder. ``world/launch.py`` detects torchrun. ``run/expected_failures.py`` and ``run/user_failures.py``
+   read the expected failures from TOML (``toml_text.py``), and ``run/matching_failures.py`` matches them with cells.
+   ``report/outputs.py`` has the output files.
 2. The plan. ``run/check_loop.py`` is the loop over cells (``run/cell_queue.py``,
    ``run/progress.py``). ``run/plan.py`` makes the cells of ``cell.py``, which
    ``run/cell_planner.py`` accepts or refuses, with the axes
@@ -36,13 +35,13 @@ A file imports files of a lower floor, or of its own package (``suites/meta/test
    ``workload/user_model.py``).
    ``run/claims.py`` asks each engine for its capabilities (``engines/capabilities.py``, ``engines/option_keys.py``,
    ``engines/reference.py``), ``run/configuration.py`` reads a DeepSpeed JSON, ``law_kit/setting.py`` parses the setting
-   of a cell, and ``run/unmatched_failures.py`` finds expected failures that match no cell, and
-   ``run/missing_claims.py`` says which claims would add cells. A pattern is expanded without what a pinned law set
-   leaves out (the modules ``law_set`` and ``run.law_variants``). A run without a pattern adds cells that cover pairs
-   (the module ``run.covering``), says which pairs no cell can have (``run.claimed_pairs``), and finds expected failures
-   for options under which no cell failed (``run.stale_failures``). ``--changed`` keeps the cells that reach a function
-   that differs from a commit (``run.changed_cells``, ``run.candidate_cells``, ``run.changed_functions``, ``run.reach``,
-   ``run.engine_sources``).
+   of a cell, ``run/unmatched_failures.py`` finds expected failures that match no cell, and
+   ``run/missing_claims.py`` says which claims would add cells. A pattern is expanded without the law variants that a
+   pinned law set leaves out (the modules ``law_set`` and ``run.law_variants``). A run without a pattern adds cells that
+   cover pairs (the module ``run.covering``), reports the pairs that no cell can have (``run.claimed_pairs``), and finds
+   expected failures for options under which no cell failed (``run.stale_failures``). ``--changed`` keeps only the cells
+   that reach a function that differs from a commit (``run.changed_cells``, ``run.candidate_cells``,
+   ``run.changed_functions``, ``run.reach``, ``run.engine_sources``).
 3. The ranks. ``releases/rank_environment.py`` combines the release, which ``releases/prepared_release.py`` finds or
    installs, with the imports that ``engines/warm_up.py`` names; a rank server starts with both. ``run/runner.py`` runs
    one cell at a time, on ranks of the pool that ``run/rank_pool.py`` names: ``world/server.py`` and ``world/pools.py``
@@ -55,9 +54,9 @@ A file imports files of a lower floor, or of its own package (``suites/meta/test
    ``laws/training/grads.py``, and the engine (``engines/options.py``, ``engines/optimizers.py``,
    ``law_kit/construction.py``, ``law_kit/backward_calls.py``) around a model (``workload/models.py``,
    ``workload/generators.py``, ``workload/nested_tensors.py``, ``workload/nets.py``,
-   ``workload/synchronized_norm.py``). ``comm.py`` has the collectives of ranks, ``torch_private.py`` the private parts
-   of torch. ``parity/snapshot.py`` writes the evidence, ``parity/contamination.py`` what the engine changed in the
-   process.
+   ``workload/synchronized_norm.py``). ``comm.py`` has the collectives of ranks, and ``torch_private.py`` wraps private
+   parts of torch. ``parity/snapshot.py`` writes the evidence, and ``parity/contamination.py`` finds what the engine
+   changed in the process.
 5. The reference engine, in step 4. ``reference/initialize.py`` reads the JSON
    (``reference/deepspeed_json/settings.py``,
    ``reference/deepspeed_json/schema.py``, ``reference/deepspeed_json/sections.py``,
@@ -76,18 +75,18 @@ A file imports files of a lower floor, or of its own package (``suites/meta/test
 6. The watch, beside steps 4 and 5. ``world/task_watcher.py`` collects reports and output (``world/streams.py``,
    ``world/current_rank.py``, ``world/progress.py``, ``world/rank_coordinator.py``) until each rank has an outcome
    (``world/outcome.py``, ``world/leftovers.py``, ``device/cuda_errors.py``), its deadline passes
-   (``world/deadline.py``, ``world/postmortem.py``) or it can only wait for a rank that will not come
-   (``world/part_departures.py``).
+   (``world/deadline.py``, ``world/postmortem.py``) or the rank waits forever for a rank that has left its part of the
+   task (``world/part_departures.py``).
 7. Judge, in a process that never imported the engine. ``law_kit/judge_context.py`` gives the law the evidence and the
    ``parity/baseline.py`` (``parity/baseline_cache.py``); ``law_kit/reduced_grads.py`` pairs the gradients of all ranks
    with plain PyTorch's, and ``parity/compare.py`` compares them within
    ``parity/bounds.py`` (``parity/grad_parts.py``) or exactly (``parity/certificate.py``);
    ``parity/attribution.py`` explains a mismatch.
-8. The verdict. ``run/verdicts.py`` concludes, ``run/locate.py`` searches the first module that departs, and
-   ``run/record.py`` is the JSON line, which ``run/record_reader.py`` reads. ``run/outcomes.py`` has the exit code;
-   ``report/matrix.py``, ``report/engine_names.py``,
-   ``report/sensitivity.py``, ``report/failures.py`` and ``report/failure_groups.py`` render, ``step_summary.py`` writes
-   to GitHub.
+8. The verdict. ``run/verdicts.py`` derives it, ``run/locate.py`` searches the first module that departs, and
+   ``run/record.py`` defines the JSON line, which ``run/record_reader.py`` reads. ``run/outcomes.py`` determines the
+   exit code. ``report/matrix.py``, ``report/engine_names.py``,
+   ``report/sensitivity.py``, ``report/failures.py`` and ``report/failure_groups.py`` render the report, and
+   ``step_summary.py`` writes it to the summary of a GitHub workflow.
 
 [Note: a test from marker to verdict]
 ``plugin.py`` makes one item for each world size of a ``world_size`` marker. After collection,
@@ -102,16 +101,17 @@ outcome; ``pytest_ranks/merge_reports.py`` merges them into one verdict, which t
   an engine may have replaced functions of torch in its own process.
 - The replay of an optimizer is a running error analysis, not a closed formula: every operation carries its own rounding
   error, so one class covers every elementwise optimizer.
-- Stage 3 of the reference engine neither frees nor refills storages. Each tensor that autograd saved of an unsharded
-  parameter is replaced by a hook that unshards again (``reference/unshard.py``, ``reference/saved_tensors.py``). The
+- Stage 3 of the reference engine neither frees nor refills storages. If autograd saves a tensor of an unsharded
+  parameter, a hook replaces it and unshards again in backward (``reference/unshard.py``,
+  ``reference/saved_tensors.py``). The
   gradients of all uses in one forward are summed before they are reduced, so a tied weight rounds as in plain PyTorch.
 - The output of a rank goes through pipes to its server, with markers between phases. pytest's own capture files are
   shared with forks, and a dying rank would take them down.
-- Before it forks ranks, a rank server imports the torch modules that earlier ranks were first to import.
+- Before a rank server forks ranks, it imports the torch modules that earlier ranks had to import themselves.
 - The collective in which a hung rank waits is read from its stack, which costs nothing before the hang.
 - Reproductions are found, run and judged in ``releases/``, because they need its overlays.
-- The seed of a cell does not depend on engine, stage and law, so that cells that differ only in those train the same
-  numbers.
+- The seed of a cell does not depend on engine, stage and law, so that cells that differ only in these have the same
+  weights and data.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""Set environment variables for the time of a block, and that by which torch looks for GPUs."""
+"""Set environment variables for the duration of a block, and the variable by which torch looks for GPUs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DEVICE_VARIABLE = "ZHARNESS_DEVICE"
 
 @contextmanager
 def restore_variables(*names: str) -> Iterator[None]:
-    """Give the variables ``names`` back their values at the end of the block; those that were not set are removed."""
+    """Restore the values of the variables ``names`` at the end of the block; remove variables that were not set."""
     before = {name: os.environ.get(name) for name in names}
     try:
         yield
@@ -25,16 +25,17 @@ def restore_variables(*names: str) -> Iterator[None]:
 
 @contextmanager
 def set_variables(values: Mapping[str, str]) -> Iterator[None]:
-    """Set variables inside the block, and give them back their earlier values at its end."""
+    """Set variables inside the block, and restore their earlier values at its end."""
     with restore_variables(*values):
         os.environ.update(values)
         yield
 
 
 def look_for_gpus_by_nvml() -> None:
-    """Let ``torch.cuda.is_available`` ask NVML if ranks use GPUs: the driver cannot be used after a fork.
+    """Let ``torch.cuda.is_available`` ask NVML if ranks use GPUs: forked ranks could not use CUDA after a driver call.
 
-    torch asks the driver by default. Call this before code that might ask: an engine's import, a user's conftest.py.
+    torch asks the driver by default. Call this before code that may query GPUs, such as an engine's import or a user's
+    conftest.py.
     """
     if os.environ.get(DEVICE_VARIABLE) == "cuda":
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")

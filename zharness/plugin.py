@@ -44,7 +44,7 @@ def pytest_load_initial_conftests(
 ) -> Generator[None, None, None]:
     """Add the options without prefix whose names no plugin and no conftest.py has taken.
 
-    A conftest.py may ask for GPUs, which must not make them unusable in ranks.
+    Before that, choose NVML for GPU queries: a query in a conftest.py would otherwise make GPUs unusable in ranks.
     """
     look_for_gpus_by_nvml()
     hide_values_from_paths(early_config, parser, args)
@@ -52,7 +52,7 @@ def pytest_load_initial_conftests(
     add_free_short_names(parser)
 
 
-INSTALLED_REPROS = os.path.join(os.path.dirname(__file__), "repro")  # a wheel's; a clone's conftest.py has its own
+INSTALLED_REPROS = os.path.join(os.path.dirname(__file__), "repro")  # in a wheel; a clone's conftest.py collects repro/
 CUDA_INIT_SOURCE = pytest.StashKey[str]()  # on the config: the file whose import initialized CUDA
 
 
@@ -233,9 +233,9 @@ def rank_device() -> torch.device:
 
 @pytest.fixture(scope="session")
 def device(request: pytest.FixtureRequest) -> object:
-    """Return what the fixture ``device`` of another plugin returns, or ``rank_device`` if no other plugin has one."""
+    """Return the value of another plugin's fixture ``device``, or ``rank_device`` if no other plugin has one."""
     try:
-        return request.getfixturevalue("device")  # pytest-playwright's, even if this plugin was registered after it
+        return request.getfixturevalue("device")  # that of pytest-playwright, even if this plugin was registered later
     except pytest.FixtureLookupError:
         return request.getfixturevalue("rank_device")
 

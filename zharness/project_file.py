@@ -22,7 +22,7 @@ COMMANDS = ("check", "model")  # each may have a table of options
 class ProjectFile:
     """The options of each command that a project sets, and the file that has them.
 
-    ``expected_failures`` is the text of the file if it has tables ``[[expected_failure]]`` itself, or empty.
+    ``expected_failures`` is the text of the file if the file has tables ``[[expected_failure]]``, else empty.
     """
 
     path: Path
@@ -33,14 +33,14 @@ class ProjectFile:
 def find_project_file(folder: Path) -> ProjectFile | None:
     """Return the file of the project in ``folder`` or the nearest folder above it, or None if there is none.
 
-    Raises UsageError if the file cannot be read, or has a key that it cannot have.
+    Raises UsageError if the file cannot be read, or has a key that is not allowed.
     """
     for candidate in list_folders(folder):
         path = candidate / FILE_NAME
         if path.is_file():
             text = read_text(path)
             content = parse_toml(text, str(path))
-            # The keys engine, around and releases are those of a file of expected failures.
+            # A file of expected failures also has the keys engine, around and releases.
             require_keys(content, (*COMMANDS, "engine", "around", "releases", "expected_failure"), path)
             return ProjectFile(path, read_commands(content, path), text if "expected_failure" in content else "")
         path = candidate / "pyproject.toml"
@@ -86,7 +86,7 @@ def require_keys(content: Mapping[str, Any], allowed: tuple[str, ...], path: Pat
 
 
 def require_table(content: Mapping[str, Any], name: str, path: Path) -> Mapping[str, Any]:
-    """Return the table called ``name``, which is empty if it is missing. Raises UsageError if it is no table."""
+    """Return the table called ``name``, or an empty table if it is missing. Raises UsageError if it is not a table."""
     table = content.get(name, {})
     if not isinstance(table, Mapping):
         raise UsageError(f"{path}: got {name} = {table!r}; expected a table [{name}] of options")

@@ -1,4 +1,4 @@
-"""Show within a minute what a law is, which engines broken on purpose it finds, and what a real engine breaks.
+"""Show within a minute what a law is, which broken engines the laws find, and which law a real engine breaks.
 
 The tour runs six cells, one after the other, and prints each result as soon as it is known.
 """
@@ -27,9 +27,9 @@ MUTANT_PREFIX = "zharness.mutants:"
 
 @dataclass(frozen=True)
 class Exhibit:
-    """A cell of the tour. ``heading`` begins a part of the tour and is empty in the middle of one.
+    """A cell of the tour. ``heading`` is the heading of a part of the tour, or empty for a later cell of the part.
 
-    ``explanation`` says what the reader sees; for a mutant it is what is broken, from the mutant's own docstring.
+    ``explanation`` says what the reader sees; for a mutant, the mutant's docstring says what is broken.
     """
 
     cell: str
@@ -37,7 +37,7 @@ class Exhibit:
     explanation: str = ""
 
     def describe(self) -> str:
-        """Return the explanation, or what is broken in the mutant of the cell."""
+        """Return the explanation, or the description of the fault in the mutant of the cell."""
         engine = Cell.parse(self.cell).engine
         if self.explanation or not engine.startswith(MUTANT_PREFIX):
             return self.explanation

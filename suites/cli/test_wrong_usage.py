@@ -141,7 +141,7 @@ WRONG: dict[str, tuple[str, ...]] = {
     f"model {ODD}:raises --mesh tp2": ("reference does not claim the axis tp",),  # before the model is built
     f"model {ODD}:raises --mesh rep3": ("the mesh rep3 has 3 ranks or a multiple",),
     f"model {ODD}:wrong_width --engine torch_tp --mesh tp2": ("ships no plan for the axis tp", "without --mesh"),
-    f"model {TINY} --engine deepspeed --mesh ep2": ("has no plan for the axis ep; of a model of your own, tp alone",),
+    f"model {TINY} --engine deepspeed --mesh ep2": ("has no plan for the axis ep; for a model of your own, only tp",),
     f"model {TINY} --only backward": ("nothing to run", "none of the laws (backward) applies"),
     # a repeated option
     "check mesh --mesh tp2 --mesh=pp2": ("got --mesh 2 times; expected it once", "once for each value"),

@@ -211,7 +211,7 @@ def test_constants_of_a_file_whose_functions_no_cell_reaches_are_reached_by_all(
     assert reaching == {cells[0]: {f"g:{MODULE_LEVEL}"}}
     described = describe_selection("reference", "main", changed, cells, reaching, reach)
     assert "which the record does not measure, so that every cell runs: 1 (g:<module>)" in described
-    assert "no source of the record" not in described
+    assert "not sources of the record" not in described
     described = describe_selection("reference", "main", changed, cells, reaching, reach, {"csrc/adam.cpp"})
     assert "so that nothing says which cells they affect: 1 (csrc/adam.cpp)" in described
 

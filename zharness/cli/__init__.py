@@ -63,12 +63,13 @@ def cli(context: click.Context) -> None:
     zharness repro 7352                           a real bug, on a release that has it and one that does not
     zharness releases deepspeed 0.18.8 0.19.8     the same laws on several releases, and what changed
     zharness site RECORDS.jsonl... -o FOLDER      a static site of many runs: every engine, release, law and finding
-    zharness hunt deepspeed --minutes 60          search for failures that no law and no finding knows
+    zharness hunt deepspeed --minutes 60          run random programs to find bugs that no finding records
     zharness doctor                               whether this machine can run zharness, and what to fix
 
-    Options of check and model that a repository always uses belong to its zharness.toml (`zharness docs your-engine`).
+    Write options of check and model that a repository always uses into zharness.toml (`zharness docs your-engine`).
 
-    Exit codes: 0 everything is as expected, 1 a law is broken, 2 wrong usage, 3 the harness itself failed.
+    Exit codes: 0 everything is as expected, 1 a law is broken, 2 wrong usage, 3 the harness itself failed, 130
+    interrupted by Ctrl-C, 143 ended by SIGTERM.
     """
     set_defaults(context, cli)
 
@@ -101,7 +102,7 @@ def report(
     """Render the records of earlier runs (`zharness check --jsonl FILE`) as one table: laws x engines and stages.
 
     Lines that are not records are skipped and counted. The exit code is that of `zharness check`, with one exception:
-    it is 2 if every record is as expected but a line was skipped, because that line may have been a failure.
+    it is 2 if every record is as expected but a line was skipped, because the skipped line may be a failure.
     """
     from zharness.report.command import run_report
     from zharness.report.outputs import Outputs
@@ -172,8 +173,8 @@ for command in (
     type=NameChoice(["every", "targets"]),
     default="every",
     show_default=True,
-    help="every: run all laws on each mutant, each until a cell kills it (hours). targets: run every cell that has to "
-    "kill it (minutes).",
+    help="every: run all laws on each mutant, each law until one of its cells kills the mutant (hours). targets: run "
+    "only the cells that have to kill the mutant (minutes).",
 )
 @click.option(
     "--world-size", "world_sizes", callback=parse_integer_option, default="2", metavar="2,4", show_default=True
@@ -206,8 +207,8 @@ def mutants(
 ) -> int:
     """Run the laws on mutants, engines that are broken on purpose, and report which law kills which mutant.
 
-    A PATTERN is a mutant's name or a glob. Without a PATTERN, every mutant is run. The exit code is 1 if a mutant
-    survives, also one of its targets, or a law kills no mutant. `zharness list mutants` describes the mutants.
+    A PATTERN is a mutant's name or a glob. Without a PATTERN, every mutant is run. The exit code is 1 if a mutant or
+    one of its target cells survives, or if a law kills no mutant. `zharness list mutants` describes the mutants.
     """
     from zharness.cli.name_index import require_known_names
 
@@ -223,7 +224,10 @@ def mutants(
 @cli.command(cls=OnceCommand)
 @click.argument("texts", nargs=-1, metavar="['MODEL | VERBS']...")
 @click.option(
-    "--engine", default="reference", show_default=True, help="Engine: NAME, NAME==RELEASE or package.module:factory."
+    "--engine",
+    default="reference",
+    show_default=True,
+    help="Engine: NAME, NAME==RELEASE, NAME@CHECKOUT or package.module:factory.",
 )
 @click.option("--stage", "stages", callback=parse_integer_option, default="0", show_default=True, metavar="0,1,2,3")
 @click.option(
@@ -233,9 +237,7 @@ def mutants(
 @click.option("--dtype", "dtypes", callback=parse_name_option, default="fp32", show_default=True, metavar="fp32,bf16")
 @click.option("--optimizer", type=NameChoice(["sgd", "adamw", "adam", "nesterov"]), default="sgd", show_default=True)
 @click.option(
-    "--clip",
-    type=NumberRange(0, min_open=True),
-    help="Maximum norm to which gradients are clipped; by default they are not clipped.",
+    "--clip", type=NumberRange(0, min_open=True), help="Norm to which gradients are clipped; by default they are not."
 )
 @click.option(
     "--window",
@@ -310,7 +312,7 @@ def program(
 
     A program is written as 'x(3) linear(2) relu | f b:retain b s'.
 
-    Several programs run one after the other in the same ranks. Without a program, Hypothesis draws programs, and
+    Several programs run one after the other on the same ranks. Without a program, Hypothesis draws programs, and
     zharness prints a command that runs the smallest program that fails.
 
     \b
@@ -383,7 +385,7 @@ def main() -> None:
 
 
 def render_click_error(error: click.ClickException) -> str:
-    """Render an error of the command line as one sentence that names the page of help."""
+    """Render an error of the command line as one sentence that names the --help of the command."""
     context = getattr(error, "ctx", None)
     named = sys.argv[1] if sys.argv[1:] and sys.argv[1] in cli.commands else ""  # click's parser sets no context
     command = context.command_path if context is not None else f"zharness {named}".strip()
@@ -394,5 +396,5 @@ def render_click_error(error: click.ClickException) -> str:
 
 
 def exit_on_sigterm(_signal: int, _frame: object) -> None:
-    """Raise SystemExit on SIGTERM, so that ranks are ended and finished records are kept."""
+    """Raise SystemExit with exit code 143 on SIGTERM, so that the ranks end and finished records are kept."""
     raise SystemExit(143)

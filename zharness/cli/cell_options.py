@@ -112,10 +112,10 @@ class CellOptions:
     jsonl: Path | None
 
     def build_request(self, patterns: tuple[str, ...]) -> Request:
-        """Build the request for the cells of an engine that is named later.
+        """Build a request without an engine; the caller adds the engine later.
 
-        Raises UsageError for a law, stage, dtype or model that does not exist, for a mesh that does not fit, and for an
-        option beside ids of cells, before any release is fetched.
+        Raises UsageError before any release is fetched: for a law, stage, dtype or model that does not exist, for a
+        mesh that does not fit, and for an option beside cell ids that the ids set themselves.
         """
         from zharness.cli.name_index import require_known_names
 
@@ -130,10 +130,10 @@ class CellOptions:
         return request
 
     def build_change_request(self, patterns: tuple[str, ...]) -> Request:
-        """Build the request for the cells of a record that reach a change, those of a covering array included.
+        """Build the request for the recorded cells that reach a change, including the cells of a covering array.
 
-        A mesh has no covering array. World sizes and dtypes that the command line names limit the cells; without them,
-        all of the record run. Raises UsageError as ``build_request`` does.
+        A mesh has no covering array. The options --world-size and --dtype limit the cells if they are given; otherwise
+        cells of every world size and dtype in the record run. Raises UsageError as ``build_request`` does.
         """
         from zharness.laws import DTYPES
         from zharness.run.plan import ARRAY_WORLD_SIZES
@@ -146,9 +146,9 @@ class CellOptions:
         )
 
     def build_run(self, stack: ExitStack, user_failures: tuple[ExpectedFailure, ...] = ()) -> RunCells:
-        """Return a function that runs the cells of a request, or those of them that a change selects.
+        """Return a function that runs the cells of a request, or only the cells of it that a change selects.
 
-        The records of all its runs go to one file, which ``stack`` closes.
+        The function writes the records of all its runs to one file, which ``stack`` closes.
         """
         from zharness.releases.rank_environment import prepare_rank_environment
         from zharness.run.check_loop import RunOptions, Stop, open_optional_record_file, run_request
@@ -160,7 +160,7 @@ class CellOptions:
         )
 
         def run(request: Request, changes: ChangeSelection | None, max_seconds: float) -> RunResult:
-            """Run the cells of ``request``; after ``max_seconds``, if that is not 0, no other cell starts."""
+            """Run the cells of ``request``; if ``max_seconds`` is not 0, start no further cell after that time."""
             limited = replace(options, changes=changes, stop=Stop(seconds=max_seconds))
             return run_request(request, limited, open_sink, prepare_rank_environment)
 
@@ -169,15 +169,15 @@ class CellOptions:
     def build_measure(self, stack: ExitStack, user_failures: tuple[ExpectedFailure, ...] = ()) -> RunRequest:
         """Return a function that runs the cells of a request.
 
-        All records go to one file, which ``stack`` closes.
+        The function writes all records to one file, which ``stack`` closes.
         """
         return make_measure(self.build_run(stack, user_failures))
 
 
 def make_measure(run: RunCells) -> RunRequest:
-    """Return a function that runs all cells of a request by ``run`` and returns their records.
+    """Return a function that calls ``run`` for all cells of a request and returns their records.
 
-    Each expected failure that matches no cell is printed once on standard error.
+    The function prints each expected failure that matches no cell once on standard error.
     """
     print_once = cache(partial(click.echo, err=True))
 
@@ -192,13 +192,13 @@ def make_measure(run: RunCells) -> RunRequest:
 
 
 def is_on_command_line(name: str) -> bool:
-    """Return whether the command line of the current command, if there is one, has the parameter ``name``."""
+    """Return whether the current command's command line sets the parameter ``name``; False without a command."""
     context = click.get_current_context(silent=True)
     return context is not None and context.get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
 def reject_cell_options(identifier: str) -> None:
-    """Raise UsageError if the current command was given options that choose cells or how they run."""
+    """Raise UsageError if the command line of the current command has options that choose cells or how they run."""
     context = click.get_current_context()
     given = [
         parameter.opts[0]

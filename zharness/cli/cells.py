@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 STANDALONE = click.option(
     "--standalone",
     is_flag=True,
-    help="Write all that the script needs but torch and the engine as text, often 500 lines and more; by default, the "
-    "script imports zharness.",
+    help="Copy all code that the script needs, except torch and the engine, into the script, which is then often 500 "
+    "lines or longer; by default, the script imports zharness.",
 )
 
 
@@ -46,7 +46,7 @@ def choose_form(standalone: bool) -> ScriptForm:
     "--list",
     "listing",
     is_flag=True,
-    help="Print a table that says for each law whether its script is short or long, and why it is long.",
+    help="Print a table that says for each law whether its script is short or long, and why a script is long.",
 )
 @click.option(
     "--form",
@@ -54,8 +54,8 @@ def choose_form(standalone: bool) -> ScriptForm:
     default="script",
     show_default=True,
     help="script: a script for torchrun. issue: a text for an upstream issue, with a script that needs torch and the "
-    "engine alone, expectation, output and versions. pytest: a test in the style of the engine's suite (DeepSpeed's "
-    "DistributedTest, PyTorch's MultiProcessTestCase), which fails until the bug is mended.",
+    "engine alone, the expected and the actual output, and versions. pytest: a test in the style of the engine's suite "
+    "(DeepSpeed's DistributedTest, PyTorch's MultiProcessTestCase), which fails until the bug is fixed.",
 )
 @STANDALONE
 def export(
@@ -125,7 +125,7 @@ def export(
 def shrink(
     cell_id: str, seed: int, seconds: float, output: Path | None, no_verify: bool, timeout: float, standalone: bool
 ) -> int:
-    """Find the smallest failure like that of a cell, print the command that shows it, and export it as a script.
+    """Find the smallest failure like that of a cell, print the command that reproduces it, and export it as a script.
 
     The command tries fewer ranks, a lower stage, fp32 and smaller models, and then programs (see `zharness program`)
     that Hypothesis draws and shrinks. A failure is like that of the cell if it has the same verdict, and the same wrong
@@ -183,7 +183,7 @@ def require_known_cell(cell_id: str) -> None:
 
 
 def prepare_engine(engine: str) -> PreparedRelease:
-    """Return the release of ``engine``, ready to run. A factory has none."""
+    """Return the release of ``engine``, ready to run; for a factory, which has no release, return an empty one."""
     from zharness import engines
     from zharness.engines import registry
     from zharness.releases.prepared_release import PreparedRelease, prepare_release

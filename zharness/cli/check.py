@@ -33,7 +33,10 @@ SECONDS_OF_A_CHANGE = 120.0  # what a pull request can wait for
 @click.command(cls=OnceCommand)
 @click.argument("patterns", nargs=-1, metavar="[PATTERN]...")
 @click.option(
-    "--engine", "engines", multiple=True, help="Engine: NAME, NAME==RELEASE or package.module:factory; may be repeated."
+    "--engine",
+    "engines",
+    multiple=True,
+    help="Engine: NAME, NAME==RELEASE, NAME@CHECKOUT or package.module:factory; may be repeated.",
 )
 @click.option(
     "--stage",
@@ -47,7 +50,7 @@ SECONDS_OF_A_CHANGE = 120.0  # what a pull request can wait for
     "world_sizes",
     callback=parse_integer_option,
     metavar="1,2,4",
-    show_default="2, at depth 2 also 1, 3 and 4; under torchrun, the number of ranks that it started",
+    show_default="2, at depth 2 also 1, 3 and 4; under torchrun, the number of ranks that torchrun started",
     help="World sizes: the numbers of ranks on which each law runs.",
 )
 @add_mesh_option()
@@ -56,7 +59,7 @@ SECONDS_OF_A_CHANGE = 120.0  # what a pull request can wait for
     "dtypes",
     callback=parse_name_option,
     metavar="fp32,bf16",
-    show_default="fp32, at depth 2 also the others that the engine claims; on a mesh one law also bf16",
+    show_default="fp32; at depth 2 also the other dtypes that the engine claims; on a mesh some laws also in bf16",
 )
 @click.option(
     "--model", "models", callback=parse_name_option, metavar="NAME,...", help="Models to train; by default all models."
@@ -68,12 +71,12 @@ SECONDS_OF_A_CHANGE = 120.0  # what a pull request can wait for
     "expected_failures",
     multiple=True,
     type=OUTPUT,
-    help="TOML file of failures that you expect; its entries precede those of zharness. May be repeated.",
+    help="TOML file of failures that you expect; its entries take precedence over those of zharness. May be repeated.",
 )
 @click.option(
     "--probe-withheld",
     is_flag=True,
-    help="Also run cells that need a feature that the engine does not claim, and report the cells that pass.",
+    help="Also run cells that need a feature that the engine does not claim, and report which of these cells pass.",
 )
 @click.option(
     "--device",
@@ -85,9 +88,9 @@ SECONDS_OF_A_CHANGE = 120.0  # what a pull request can wait for
 @click.option(
     "--backend",
     type=NameChoice(["gloo", "nccl", "staged"]),
-    show_default="that of ZHARNESS_BACKEND, else gloo on a CPU, nccl with a GPU for each rank, and staged",
-    help="Backend of torch.distributed. staged exchanges host copies by gloo, and shows a collective that is not "
-    "waited for, also on a CPU.",
+    show_default="that of ZHARNESS_BACKEND, else gloo on a CPU, nccl with a GPU for each rank, staged on shared GPUs",
+    help="Backend of torch.distributed. staged exchanges copies in host memory over gloo, and shows, also on a CPU, "
+    "that an engine does not wait for a collective.",
 )
 @click.option("--seed", default=0, show_default=True, help="Seed for the weights and the data of every cell.")
 @click.option(
@@ -99,14 +102,15 @@ SECONDS_OF_A_CHANGE = 120.0  # what a pull request can wait for
     default="pooled",
     show_default=True,
     help="pooled: reuse the same ranks for all cells of one engine and stage (fsdp2: of all stages), and run a cell "
-    "that fails there again on new ranks. fresh: fork new ranks for every cell.",
+    "that fails on reused ranks again on new ranks. fresh: fork new ranks for every cell.",
 )
 @click.option(
     "--depth",
     type=IntegerRange(1, 4),
     help="1: run each law under one setting. 2: also run cells that cover pairs of laws, options, accumulation "
     "windows, calls of backward, world sizes and dtypes. 3: cover these pairs for each variant of each law. 4: run "
-    "each variant of each law under every setting of the covering array. The default is 2 if all laws run, else 1.",
+    "each variant of each law under every setting of the covering array. The default is 1 with a PATTERN, --mesh or "
+    "--variant, else 2.",
 )
 @click.option("--laws", "law_set", metavar="VERSION", help=LAW_SET_HELP)
 @click.option(
@@ -128,7 +132,7 @@ SECONDS_OF_A_CHANGE = 120.0  # what a pull request can wait for
     "--max-seconds",
     type=SECONDS,
     show_default="120 with --changed",
-    help="Start no other cell after this number of seconds, and say what did not run.",
+    help="Start no further cell after this number of seconds, and report which laws did not run.",
 )
 @click.option(
     "--record-reach",
@@ -136,15 +140,15 @@ SECONDS_OF_A_CHANGE = 120.0  # what a pull request can wait for
     type=OUTPUT,
     metavar="FILE",
     help="Write to FILE which functions of the engine's source each cell reaches; the run takes about 1.5 times as "
-    "long. With --continue, FILE keeps what it has of earlier cells. Needs coverage.py (pip install "
+    "long. With --continue, FILE keeps its lines of the earlier cells. Needs coverage.py (pip install "
     "'zharness[coverage]').",
 )
 @click.option(
     "--changed",
     "base",
     metavar="COMMIT",
-    help="Run the cells that reach a function which the engine's repository has changed since it left COMMIT, and no "
-    "others; those that are likely to fail come first. Needs --reach.",
+    help="Run only the cells that reach a function which has changed in the engine's repository since the branch left "
+    "COMMIT; cells that are likely to fail run first. Needs --reach.",
 )
 @click.option(
     "--reach", "reach_input", type=INPUT_FILE, metavar="FILE", help="File that --record-reach wrote in an earlier run."
@@ -155,7 +159,7 @@ SECONDS_OF_A_CHANGE = 120.0  # what a pull request can wait for
     multiple=True,
     type=INPUT_FILE,
     metavar="FILE",
-    help="Leave out the cells of which FILE has records, which --jsonl wrote in a run that stopped early. May be "
+    help="File that --jsonl wrote in a run that stopped early; leave out the cells whose records it contains. May be "
     "repeated.",
 )
 @click.option("--shuffle", type=int, metavar="SEED", help="Run the cells in a random order that SEED determines.")

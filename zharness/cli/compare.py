@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     "--changed",
     "commit",
     metavar="COMMIT",
-    help="Run the cells that reach a function which the change has changed since it left COMMIT, those that are likely "
-    "to fail first; the base runs those of them that break. Needs --reach.",
+    help="On CHANGE, run only the cells that reach a function which has changed since its branch left COMMIT; cells "
+    "that are likely to fail run first. On BASE, run only the cells that fail on CHANGE. Needs --reach.",
 )
 @click.option(
     "--reach",
@@ -48,7 +48,8 @@ if TYPE_CHECKING:
     type=SECONDS,
     default=SECONDS_OF_A_CHANGE,
     show_default=True,
-    help="With --changed: start no other cell of the change after this number of seconds, and say what did not run.",
+    help="With --changed: start no further cell of CHANGE after this number of seconds, and report which laws did not "
+    "run.",
 )
 @add_cell_options
 def compare(
@@ -61,11 +62,11 @@ def compare(
     max_seconds: float,
     **options: Any,
 ) -> int:
-    """Run the same cells on a base and on a change of it, and fail only if the change breaks a cell.
+    """Run the same cells on BASE and on CHANGE, a changed engine, and fail only if the change breaks a cell.
 
-    Base and change are NAME@CHECKOUT, NAME==RELEASE or NAME. Cells that the change breaks are run once more on both,
+    BASE and CHANGE are NAME@CHECKOUT, NAME==RELEASE or NAME. Cells that the change breaks are run once more on both,
     and are reported only if they break again. Exit codes: 0 the change breaks no cell, 1 the change breaks a cell that
-    is not broken on the base, 2 base or change cannot be run or they share no cell, 3 the harness itself failed.
+    is not broken on BASE, 2 BASE or CHANGE cannot be run or they share no cell, 3 the harness itself failed.
 
     \b
     zharness compare deepspeed@base deepspeed@change --expected-failures ci/expected_failures.toml
@@ -81,10 +82,10 @@ def compare(
 
     cell_options, user_failures = CellOptions(**options), read_expected_failures(expected_failures)
     request = (cell_options.build_change_request if commit else cell_options.build_request)(checks)
-    for engine in (base, change):  # a side without the mesh would have no cell to compare
+    for engine in (base, change):  # an engine that does not claim the mesh would have no cell to compare
         request = require_mesh_of_any((engine,), request)
     for engine in (base, change):
-        prepare_rank_environment(engine)  # raises before the other side has run for a minute
+        prepare_rank_environment(engine)  # raises here, before the cells of the other engine have run for a minute
     changes = ChangeSelection(commit, reach_file) if commit is not None and reach_file is not None else None
     with ExitStack() as stack:
         run = cell_options.build_run(stack, user_failures)

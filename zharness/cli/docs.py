@@ -1,4 +1,4 @@
-"""The command ``zharness docs``: the pages of the documentation, which a wheel contains, too."""
+"""The command ``zharness docs``: print the pages of the documentation, which a wheel also contains."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BESIDE_THE_PAGES = ("README.md", "FINDINGS.md", "CHANGELOG.md")
 
 
 def find_pages() -> Mapping[str, Path]:
-    """Return the path of each page by its name. pyproject.toml lays a clone's pages into the package of a wheel."""
+    """Return the path of each page by its name. In a wheel, pyproject.toml puts the pages inside the package."""
     root = PACKAGE if (PACKAGE / "docs").is_dir() else PACKAGE.parent
     found = [*(root / name for name in BESIDE_THE_PAGES), *sorted((root / "docs").glob("*.md"))]
     return {path.stem.lower(): path for path in found}
@@ -23,7 +23,7 @@ def find_pages() -> Mapping[str, Path]:
 @click.command()
 @click.argument("page", required=False)
 def docs(page: str | None) -> int:
-    """Print a PAGE of the documentation, as Markdown. Without a PAGE, list all, with their titles and folder.
+    """Print a PAGE of the documentation, as Markdown. Without a PAGE, list all pages with their titles and folder.
 
     \b
     zharness docs your-engine

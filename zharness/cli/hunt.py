@@ -30,9 +30,11 @@ FOLDER = click.Path(file_okay=False, path_type=Path)
     "--draws",
     type=IntegerRange(1),
     metavar="N",
-    help="End after the N-th draw of the log; without --minutes, the time is not limited then.",
+    help="End after the N-th draw of the log; with --draws and without --minutes, the time is not limited.",
 )
-@click.option("--seed", default=0, show_default=True, help="Seed of the draws; the n-th draw is always the same.")
+@click.option(
+    "--seed", default=0, show_default=True, help="Seed of the draws; the n-th draw of a seed is always the same."
+)
 @click.option(
     "--stage",
     "stages",
@@ -66,18 +68,18 @@ FOLDER = click.Path(file_okay=False, path_type=Path)
     "--outputs", type=IntegerRange(1), help="Maximum number of outputs that a program keeps for later backwards."
 )
 @click.option(
-    "-o", "--output", type=FOLDER, metavar="DIR", help="Folder of the scripts and of the log; default hunt-ENGINE."
+    "-o", "--output", type=FOLDER, metavar="DIR", help="Folder for the scripts and the log; default hunt-ENGINE."
 )
-@click.option("--jsonl", type=OUTPUT, help="The log; default hunt.jsonl in the folder.")
+@click.option("--jsonl", type=OUTPUT, help="File of the log; default hunt.jsonl in the folder.")
 @click.option(
-    "--all-new", is_flag=True, help="Treat no failure as known, although expected failures or repro/ record it."
+    "--all-new", is_flag=True, help="Report every failure as new, also if an expected failure or repro/ records it."
 )
 @click.option(
     "--coverage",
     "measures_engine",
     is_flag=True,
-    help="Measure on the ranks which branches of the engine the draws reach, repeat settings with new ones, and "
-    "list at the end what no draw reached; needs coverage.py.",
+    help="Measure on the ranks which branches of the engine the draws reach, draw again with settings that reached "
+    "new branches, and list at the end what no draw reached; needs coverage.py.",
 )
 @click.option("--no-verify", is_flag=True, help="Do not run the exported scripts.")
 @click.option(
@@ -101,15 +103,16 @@ def hunt(
     no_verify: bool,
     timeout: float,
 ) -> int:
-    """Hunt for unknown failures of ENGINE: NAME, NAME==RELEASE or package.module:factory.
+    """Hunt for unknown failures of ENGINE: NAME, NAME==RELEASE, NAME@CHECKOUT or package.module:factory.
 
     Programs (see `zharness program`) are drawn together with up to two options of the engine, the stage, the
     accumulation window and its owner, the dtype, the optimizer and the world size, and run beside plain PyTorch. Pairs
     of an option and another value that no draw has run yet come first.
 
-    Each alarm is confirmed on new ranks, shrunk in all of these at once to the smallest program that fails alike, and
-    grouped with the alarms of the same cause. A cause that an expected failure or a script in repro/ records is known.
-    A new one is exported as a script that runs without zharness, and the script is run.
+    Each alarm is confirmed on new ranks. Its program and all these values are shrunk together to the smallest program
+    that fails in the same way, and the alarm is grouped with the alarms of the same cause. A cause that an expected
+    failure or a script in repro/ records is known. A new cause is exported as a script that runs without zharness, and
+    the script is run.
 
     A call with the same folder and options resumes: it repeats no draw and keeps the groups. Ctrl-C ends the ranks and
     keeps what was found.
@@ -119,7 +122,7 @@ def hunt(
     zharness hunt deepspeed==0.18.8 --minutes 10 --stage 1,2 --without retain,xb
     zharness hunt fsdp2 --draws 200 --seed 7 -o found
 
-    Exit codes: 0 no alarm or known ones only, 1 a new alarm, 2 wrong usage, 3 the harness itself failed.
+    Exit codes: 0 no alarm or only known alarms, 1 a new alarm, 2 wrong usage, 3 the harness itself failed.
     """
     from zharness.cli.name_index import require_known_names
 

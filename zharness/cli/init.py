@@ -15,8 +15,8 @@ def init(files: tuple[Path, ...]) -> int:
     """Write zharness.toml into the current folder, from records of `zharness check --engine ENGINE --jsonl RECORDS`.
 
     The file pins the newest version of the law set, and has an expected failure for each cause of the failures in
-    RECORDS, so that the next `zharness check` is green on the cells of RECORDS until something changes. Give each its
-    issue and reason.
+    RECORDS, so that the next `zharness check` is green on the cells of RECORDS until something changes. Write the issue
+    and the reason into each expected failure.
     """
     from zharness.report.first_project_file import write_project_file
     from zharness.run.record_reader import load_records

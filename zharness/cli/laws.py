@@ -1,4 +1,4 @@
-"""The command ``laws``: the versions of the law set, and what a version brought or made stricter."""
+"""The command ``laws``: list the versions of the law set, and the laws that a version added or made stricter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from zharness.law_set import describe_difference, read_versions
 def laws() -> None:
     """Show the versions of the law set, which `zharness check --laws VERSION` and `zharness model --laws VERSION` pin.
 
-    A pinned engine does not turn red by a law of a newer zharness. `zharness list laws` prints what each law states.
+    With a pinned version, a law that a newer zharness added cannot fail. `zharness list laws` prints what each law
+    states.
     """
 
 
@@ -30,6 +31,6 @@ def versions() -> None:
 @click.argument("old")
 @click.argument("new", required=False)
 def diff(old: str, new: str | None) -> None:
-    """List what the law set NEW, by default the newest, brought or made stricter since the version OLD."""
+    """List the laws that the law set NEW, by default the newest, added or made stricter since the version OLD."""
     lines = describe_difference(old, new or read_versions()[-1].name)
     click.echo("\n".join(lines) or "the two versions have the same law variants, none of them stricter")

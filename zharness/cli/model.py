@@ -36,7 +36,7 @@ from zharness.project_file import ProjectFile
     multiple=True,
     default=("reference",),
     show_default=True,
-    help="Engine to check: NAME, NAME==RELEASE or package.module:factory; may be repeated.",
+    help="Engine to check: NAME, NAME==RELEASE, NAME@CHECKOUT or package.module:factory; may be repeated.",
 )
 @click.option(
     "--stage",
@@ -91,7 +91,7 @@ from zharness.project_file import ProjectFile
     "--against",
     type=OUTPUT,
     metavar="RECORD",
-    help="File that --jsonl wrote in an earlier run: exit with 1 only if a law got worse since then.",
+    help="File that --jsonl wrote in an earlier run; the exit code is 1 only if a law got worse since that run.",
 )
 @click.option(
     "--baseline-cache",

@@ -41,7 +41,7 @@ Rows = list[dict[str, str]]
 class NameIndex:
     """The rows of ``zharness list``, and the names that commands accept.
 
-    ``killed`` has the mutants that each law has to kill.
+    ``killed`` maps each law to the mutants that it has to kill.
     """
 
     fingerprint: str
@@ -85,7 +85,7 @@ def load_index() -> NameIndex:
             if index.fingerprint == fingerprint:
                 return index
     index = build_index(fingerprint)
-    with suppress(OSError):  # a cache that cannot be written makes the next call slow, and no name wrong
+    with suppress(OSError):  # if the cache cannot be written, the next call is slow, but every name is right
         for outdated in cache_folder().glob("names-*.json"):
             outdated.unlink()
         cached.parent.mkdir(parents=True, exist_ok=True)
@@ -110,8 +110,8 @@ def require_known_names(
 ) -> None:
     """Raise UsageError for a name that no command could accept, before anything slow is imported.
 
-    ``laws`` are laws, groups, globs and cell ids, ``mutants`` names and globs. What only a slower check can find is
-    accepted.
+    ``laws`` are laws, groups, globs and cell ids; ``mutants`` are names and globs. A name is accepted if only a slower
+    check could find it wrong.
     """
     for engine in engine_names:
         engines.require(engine)
@@ -133,7 +133,7 @@ def require_known_names(
 
 
 def refuse_other_names(patterns: Iterable[str], laws: Sequence[str]) -> None:
-    """Raise UsageError for a pattern that is an engine and matches none of ``laws``."""
+    """Raise UsageError for a pattern that names an engine and matches none of ``laws``."""
     for pattern in patterns:
         if any(matches_pattern(name, pattern) for name in laws):
             continue

@@ -18,16 +18,16 @@ from zharness.mesh import Mesh
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-PROGRAM_MESHES = "programs run on copies of weights (rep2), and on no axis that splits layers"  # explains --mesh
+PROGRAM_MESHES = "programs run on replicas of the weights (rep2), not on axes that split layers"  # explains --mesh
 AXES_OF_A_CELL = ("engines", "stages", "world_sizes", "mesh", "dtypes", "models", "engine_variant")
 
 LAW_SET_HELP = (
-    "Version of the law set: leave out what later versions brought or made stricter (`zharness laws versions`)."
+    "Version of the law set: leave out the laws that later versions added or made stricter (`zharness laws versions`)."
 )
 
 
 class OnceCommand(click.Command):
-    """A command that refuses an option given twice, where click would silently drop all values but the last."""
+    """A command that refuses an option given twice; click would silently drop all values but the last."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse ``args`` into ``ctx``. Raises click.UsageError for a repeated option that is not a list."""
@@ -41,9 +41,10 @@ class OnceCommand(click.Command):
 
 
 def group_options_by_name(order: list[click.Parameter]) -> dict[str, list[click.Option]]:
-    """Group the occurrences of options that keep one value only, without repetitions of a flag, by their names.
+    """Group the occurrences of options that keep one value by the name of their parameter.
 
-    Options such as -x and --maxfail set one parameter, and a flag sets the same value each time.
+    Options such as -x and --maxfail set one parameter, so they are one group. A repeated flag counts once, because it
+    sets the same value each time.
     """
     grouped = dict[str, list[click.Option]]()
     for option in order:
@@ -55,7 +56,7 @@ def group_options_by_name(order: list[click.Parameter]) -> dict[str, list[click.
 
 
 def describe_repetition(options: list[click.Option]) -> str:
-    """Describe options of which one value alone would count, and what to write instead."""
+    """Describe a repetition of ``options``, of which only one value would count, and say what to write instead."""
     first = options[0]
     if len(set(options)) > 1:
         names = " and ".join(dict.fromkeys(option.opts[0] for option in options))
@@ -85,7 +86,7 @@ class NameChoice(click.Choice):  # type: ignore[type-arg]  # generic since click
 
 
 class NumberRange(click.FloatRange):
-    """A range of numbers that refuses NaN, which is in every range of click's, since no comparison with it is true."""
+    """A range of numbers that refuses NaN. click accepts NaN in every range, because no comparison with NaN is true."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return ``value`` as a number in the range. Raises click.BadParameter for another value."""
@@ -96,7 +97,7 @@ class NumberRange(click.FloatRange):
 
 
 class IntegerRange(click.IntRange):
-    """A range of integers whose error says that a text is no integer, where click says "no integer range"."""
+    """A range of integers whose error says that a text is not an integer; click would say "integer range"."""
 
     name = "integer"
 
@@ -120,7 +121,7 @@ def parse_name_option(_context: click.Context, _parameter: click.Parameter, valu
 
 
 def parse_mesh_option(_context: click.Context, _parameter: click.Parameter, value: str) -> Mesh:
-    """Parse ``tp2,rep2`` as a mesh. Raises click.BadParameter for text that is none."""
+    """Parse ``tp2,rep2`` as a mesh. Raises click.BadParameter for text that is not a mesh."""
     try:
         return Mesh.parse(value)
     except UsageError as error:
@@ -141,14 +142,14 @@ def add_mesh_option(explanation: str = "the rest of the world is data parallel")
 
 
 def add_law_option(*, cell_ids: bool) -> Callable[[Command], Command]:
-    """Return a decorator that adds the option --law, which may be the id of a cell too if ``cell_ids`` says so."""
+    """Return a decorator that adds the option --law; if ``cell_ids`` is true, its value may also be a cell id."""
     kinds = "a law, a group, a glob or a cell id" if cell_ids else "a law, a group or a glob"
     help_text = f"Law to run: {kinds}; by default all laws. May be repeated."
     return click.option("--law", "--check", "checks", multiple=True, help=help_text)
 
 
 def refuse_axes_beside_cells() -> None:
-    """Raise UsageError for an option of the command line that cell ids name themselves, and that would do nothing."""
+    """Raise UsageError for an option of the command line that has no effect, because cell ids set its value."""
     context = click.get_current_context()
     for parameter in context.command.params:
         is_given = context.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE

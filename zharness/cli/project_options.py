@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 def set_defaults(context: click.Context, group: click.Group) -> None:
-    """Let the file of the project in the current folder, if there is one, set defaults of the invoked command.
+    """Let the project file of the current folder, if there is one, set defaults of the invoked command.
 
-    The command gets the file as its ``context.obj``. An option on the command line replaces the file's. Raises
-    UsageError for an option that the command does not have.
+    The command gets the file as its ``context.obj``. An option on the command line replaces the option of the file.
+    Raises UsageError for an option that the command does not have.
     """
     name = context.invoked_subcommand or ""
     project = find_project_file(Path.cwd()) if name in COMMANDS else None
@@ -37,7 +37,10 @@ def set_defaults(context: click.Context, group: click.Group) -> None:
 def read_project_failures(
     project: ProjectFile | None, further_files: Sequence[Path] = ()
 ) -> tuple[ExpectedFailure, ...]:
-    """Read the expected failures of ``further_files`` and then those of the project's file. Raises UsageError."""
+    """Read the expected failures of ``further_files``, then those of the project's file.
+
+    Raises UsageError for a file that cannot be read or has a wrong entry.
+    """
     from zharness.run.user_failures import parse_user_failures, read_expected_failures
 
     own = parse_user_failures(project.expected_failures, str(project.path)) if project is not None else ()
@@ -45,9 +48,9 @@ def read_project_failures(
 
 
 def require_depth_of_command_line(project: ProjectFile | None, depth: int, alone: Mapping[str, str]) -> None:
-    """Raise UsageError if the project's file sets a ``depth`` above 1 beside an option that has depth 1 alone.
+    """Raise UsageError if the project's file sets a ``depth`` above 1 and an option is given that needs depth 1.
 
-    ``alone`` maps each such option to its value, which is empty if it is not given.
+    ``alone`` maps each such option to its value, which is empty if the option is not given.
     """
     source = click.get_current_context().get_parameter_source("depth")
     given = [f"{option} {value}" for option, value in alone.items() if value]

@@ -41,13 +41,13 @@ if TYPE_CHECKING:
     "--issue",
     is_flag=True,
     help="Run one reproduction without its header and signature, and print a text for an upstream issue: the script, "
-    "what was expected, what came, and versions.",
+    "the expected and the actual output, and versions.",
 )
 @click.option(
     "--record",
     type=INPUT_FILE,
     metavar="FILE",
-    help="With --issue: take the run from a file of --jsonl, and run nothing.",
+    help="With --issue: take the run from FILE, which --jsonl wrote, and run nothing.",
 )
 def repro(
     ids: tuple[str, ...],
@@ -140,7 +140,8 @@ def releases(
     zharness releases --list
     zharness releases --clean deepspeed==0.18.8
 
-    Cells are unsupported on a release that does not claim an axis of the mesh, unless no release claims it.
+    On a release that does not claim an axis of the mesh, the cells are unsupported. If no release claims an axis of the
+    mesh, the command is refused.
 
     A broken law does not change the exit code. Exit codes: 0 the cells were run, 1 something changed since the records
     of --compare-to, 2 no release could be run or the records have none of the cells, 3 a release could not be run or
@@ -188,7 +189,7 @@ def bisect(engine: str, check: str, good: str, bad: str, **options: Any) -> int:
 
     LAW is a law, a glob, a cell id, or the id of a reproduction. A release is bad if a law is broken in any of the
     cells, or if the reproduction shows the bug on that release. Releases that cannot be run, or are neither good nor
-    bad, are skipped. Each run halves the range of releases.
+    bad, are skipped. Each run halves the remaining range of releases.
 
     \b
     zharness bisect deepspeed 7913 --good 0.19.8 --bad 0.18.8

@@ -1,4 +1,4 @@
-"""The command that writes a static site from the records of many runs."""
+"""The command ``zharness site``: write a static site from the records of many runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zharness.project_file import find_project_file
     required=True,
     type=click.Path(path_type=Path),
     metavar="FOLDER",
-    help="Write the site into FOLDER. A site that this command wrote there is replaced; other files are never.",
+    help="Write the site into FOLDER. The command replaces a site that it wrote there before, but never other files.",
 )
 @click.option(
     "--expected-failures",
@@ -45,9 +45,9 @@ def site(records: tuple[Path, ...], folder: Path, expected_failures: tuple[Path,
 
     The site has a table of laws x engine releases, whose filters are kept in the address; a page for each law, with its
     statement and with the release on which each cell broke or was mended; a page for each finding that the records
-    name, with its reason, issue and reproduction; one for each contract, with its documentation and remedy; and a badge
-    for each engine release (badges/*.svg). It loads nothing
-    from elsewhere, and can be served from any folder, as by GitHub Pages.
+    name, with its reason, issue and reproduction; a page for each contract, with its documentation and remedy; and a
+    badge for each engine release (badges/*.svg). The site loads nothing from elsewhere, and can be served from any
+    folder, for example by GitHub Pages.
 
     If a cell was run several times on one release, its worst record counts. Exit codes: 0 the site was written,
     whatever the verdicts are; 2 wrong usage, no record, or a line that is not a record (the site then says so).

@@ -11,7 +11,7 @@ def tour() -> int:
 
     The exit code is 1 if an engine that is broken on purpose was not found.
     """
-    click.echo("zharness holds a sharded training engine to plain PyTorch. Loading torch ...\n")
+    click.echo("zharness compares a sharded training engine with plain PyTorch. Loading torch ...\n")
     from zharness.releases.rank_environment import prepare_rank_environment
     from zharness.tour import run_tour
 

@@ -7,8 +7,8 @@ into this package's pytest markers; a marker on a class or a method overrides th
 fixture that runs on ranks of its own before the ranks of the test start; a test requests it by the name of the class.
 
 The classes differ from DeepSpeed's in six ways. Fixtures are set up in every rank. A list of world sizes produces one
-test for each world size, whose ids name it; a single world size leaves the ids as they are. A test whose world size
-exceeds the CPU accelerator's device count runs instead of being skipped. A hang ends the test, not the session.
+test for each world size, with the world size in its id; with a single world size, ids do not change. A test whose world
+size exceeds the CPU accelerator's device count runs instead of being skipped. A hang ends the test, not the session.
 ``non_daemonic_procs`` has no effect, because ranks may always start processes. A DistributedFixture is requested by
 name, or called in the function of a fixture, during its setup; any other call raises UsageError.
 
@@ -16,9 +16,9 @@ Collectives are not compared across the ranks, unless a test has the marker ``co
 
 This module reads two environment variables when it is imported. ``DS_UNITTEST_TIMEOUT`` is the time limit of one test
 in seconds (default: 600). ``DS_DISABLE_REUSE_DIST_ENV=1`` disables ``reuse_dist_env``. With
-``ZHARNESS_DEEPSPEED_SHM=1``, collectives of DeepSpeed on CPUs run through its shared-memory operator, as they do
-without this package; it is built once, before the ranks. DeepSpeed is imported only in
-the ranks, and by helper functions that use it. If DeepSpeed is not installed, tests run with torch.distributed alone.
+``ZHARNESS_DEEPSPEED_SHM=1``, collectives of DeepSpeed on CPUs run through its shared-memory operator, as in DeepSpeed's
+own classes; the operator is built once, before the ranks start. DeepSpeed is imported only in the ranks, and by helper
+functions that use it. If DeepSpeed is not installed, tests run with torch.distributed alone.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class DistributedExec:
     reuse_dist_env: ClassVar[bool] = False
     non_daemonic_procs: ClassVar[bool] = False
     exec_timeout: ClassVar[float] = DEEPSPEED_TEST_TIMEOUT
-    _keeps_ids: ClassVar[bool] = True  # so that lists of deselected tests and recorded durations still match
+    _keeps_ids: ClassVar[bool] = True  # keep test ids, so that lists of deselected tests and recorded durations match
     # DeepSpeed's tests/conftest.py closes the pools in this dictionary; ranks here belong to the rank server instead.
     _pool_cache: ClassVar[dict[int, Any]] = {}
 
@@ -131,7 +131,7 @@ class DistributedTest(DistributedExec):
         new_marks = [mark for name, mark in class_markers(cls).items() if base_marks.get(name) != mark]
         if "isolation" in base_marks and "isolation" not in class_markers(cls):
             new_marks.append(pytest.mark.isolation("fresh"))
-        # The last marker of a class counts, so put the class's own markers last. pytest adds those of its bases.
+        # The last marker of a class counts, so put the class's own markers last. pytest adds those of base classes.
         cls.pytestmark = [*new_marks, *(own_marks if isinstance(own_marks, Sequence) else [own_marks])]
 
     @pytest.fixture(autouse=True)
@@ -175,7 +175,7 @@ def class_markers(cls: type[DistributedTest]) -> dict[str, pytest.MarkDecorator]
     size = cls.world_size
     marks = {
         "rank_timeout": pytest.mark.rank_timeout(cls.exec_timeout),
-        "collectives": pytest.mark.collectives("trusted"),  # DeepSpeed's classes do not compare them either
+        "collectives": pytest.mark.collectives("trusted"),  # DeepSpeed's classes do not compare collectives either
     }
     if size is not None:
         marks["world_size"] = pytest.mark.world_size(*dict.fromkeys([size] if isinstance(size, int) else size))
@@ -234,8 +234,8 @@ class DistributedFixture(DistributedExec):
         )
 
     def __call__(self, request: pytest.FixtureRequest) -> None:
-        """Do nothing in the setup of a fixture of a test, before which ``run`` was called; else raise UsageError.
+        """Do nothing in the setup of a test's fixture, before which ``run`` was called; elsewhere, raise UsageError.
 
-        A rank cannot start ranks, so ``run`` is called in advance for a call that can be found in advance.
+        A rank cannot start ranks, so ``run`` is called before the test if the call can be found in advance.
         """
         remote_fixtures.check_call(type(self), request)

@@ -19,7 +19,7 @@ BACKEND_VARIABLE, POISON_VARIABLE = "ZHARNESS_BACKEND", "ZHARNESS_POISON"
 
 
 class BackendName(Enum):
-    """The backends of torch.distributed that ranks can use; ``staged`` is that of ``staged_group.py``."""
+    """The backends of torch.distributed that ranks can use; ``staged_group.py`` implements ``staged``."""
 
     GLOO = "gloo"
     NCCL = "nccl"
@@ -27,7 +27,7 @@ class BackendName(Enum):
 
 
 class Poison(Enum):
-    """Whether a collective makes its outputs useless until it is waited for, and compares its inputs then."""
+    """Whether a collective poisons its outputs until the caller waits, and then compares its inputs with copies."""
 
     ON = "on"
     OFF = "off"
@@ -36,7 +36,7 @@ class Poison(Enum):
 def require_usable_gpus(processes: int) -> None:
     """Raise UsageError if ranks use GPUs and ``processes`` processes cannot compute there. Does not start CUDA.
 
-    nvidia-smi, which is asked, takes a tenth of a second or more: call this once, before ranks start.
+    The function calls nvidia-smi, which takes a tenth of a second or more: call it once, before ranks start.
     """
     if is_gpu_requested():
         _refuse(find_gpu_problem(torch.version.cuda, torch.cuda.device_count(), read_gpus(), processes))
@@ -58,7 +58,7 @@ def _refuse(problem: str) -> None:
 def share_gpu_memory(processes: int) -> Iterator[None]:
     """Let ``processes`` ranks and judges share the GPUs' memory evenly, if they start inside the block.
 
-    A share that the user has set in ``ZHARNESS_GPU_MIB`` stays.
+    A share that the user has set in ``ZHARNESS_GPU_MIB`` is not changed.
     """
     is_chosen = not is_gpu_requested() or bool(os.environ.get(SHARE_VARIABLE))
     share = None if is_chosen else choose_share(read_gpus(), processes)
@@ -73,10 +73,10 @@ def share_gpu_memory(processes: int) -> Iterator[None]:
 
 
 def choose_job_count(world_size: int) -> int:
-    """Return how many cells of ``world_size`` ranks run at a time: one per core, as far as the GPUs' memory goes.
+    """Return how many cells of ``world_size`` ranks run at a time: one per core, as many as the GPUs' memory allows.
 
-    Beside its pooled ranks and its judge, a cell may have as many ranks again: those of the pool before, which end with
-    its last cell, or fresh ones that repeat what failed.
+    Beside its pooled ranks and its judge, a cell may have the same number of ranks again: ranks of the previous pool,
+    which end with the last cell of that pool, or fresh ranks that repeat a failed cell.
     """
     cores = max(1, os.cpu_count() or 1)
     if not is_gpu_requested():
@@ -85,7 +85,7 @@ def choose_job_count(world_size: int) -> int:
     free = smallest_free_mib(gpus)
     if free is None:
         return cores
-    processes = len(gpus) * (free // (gpus[0].context_mib + LEAST_SHARE_MIB))  # as choose_share spreads them
+    processes = len(gpus) * (free // (gpus[0].context_mib + LEAST_SHARE_MIB))  # spread over GPUs as in choose_share
     return min(cores, max(1, processes // (2 * world_size + 1)))
 
 
@@ -121,9 +121,9 @@ def compute_device_type() -> str:
 def rank_device(rank: int) -> torch.device:
     """Return the device of ``rank``, and make it torch's current device if it is a GPU.
 
-    If ``ZHARNESS_DEVICE`` is ``cuda``, ranks take the GPUs in turn, so that ranks share one if there are fewer;
-    otherwise all ranks use the CPU. The device follows from an environment variable, because probing for GPUs before a
-    fork would make CUDA unusable in the forked ranks.
+    If ``ZHARNESS_DEVICE`` is ``cuda``, ranks take the GPUs in turn, so that ranks share a GPU if there are fewer GPUs
+    than ranks; otherwise all ranks use the CPU. The device depends on an environment variable, because probing for GPUs
+    before a fork would make CUDA unusable in the forked ranks.
     """
     if not is_gpu_requested():
         return torch.device("cpu")
@@ -134,10 +134,10 @@ def rank_device(rank: int) -> torch.device:
 
 
 def require_reproducible_kernels() -> None:
-    """Set torch to the kernels of a GPU that give the same numbers again; call this before CUDA starts.
+    """Let torch use only kernels of a GPU whose results are reproducible; call this before CUDA starts.
 
-    TF32 rounds the factors of convolutions to 11 bits by default, cuDNN may choose another kernel in every run,
-    cuBLAS adds in another order on another stream without a workspace of fixed size, and scatters add in any order.
+    By default, TF32 rounds the factors of convolutions to 11 bits, cuDNN may choose another kernel in every run,
+    cuBLAS without a workspace of fixed size adds in another order on another stream, and scatters add in any order.
     """
     if is_gpu_requested():
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -148,7 +148,7 @@ def require_reproducible_kernels() -> None:
 
 
 def local_device_index(rank: int) -> int:
-    """Return the index of the GPU of ``rank``, which ranks share if there are fewer GPUs; on the CPU, ``rank``.
+    """Return the index of the GPU of ``rank``, which other ranks share if there are fewer GPUs; on the CPU, ``rank``.
 
     This is the value of LOCAL_RANK, from which DeepSpeed, accelerate and Lightning take their device.
     """
@@ -158,9 +158,10 @@ def local_device_index(rank: int) -> int:
 def choose_backend(world_size: int) -> BackendName:
     """Return the backend of a world: that of ``ZHARNESS_BACKEND``, else gloo on the CPU, and NCCL or staged on GPUs.
 
-    NCCL needs one GPU for each rank. Raises UsageError for an unknown name, and for NCCL without enough GPUs.
+    The default on GPUs is NCCL if there is one GPU for each rank, which NCCL needs, else staged. Raises UsageError for
+    an unknown name, and for NCCL without enough GPUs.
     """
-    read_poison()  # a mistake is told before a rank starts
+    read_poison()  # raises for a wrong value before a rank starts
     requested, count = os.environ.get(BACKEND_VARIABLE, ""), torch.cuda.device_count() if is_gpu_requested() else 0
     if not requested:
         if not is_gpu_requested():
@@ -178,7 +179,8 @@ def choose_backend(world_size: int) -> BackendName:
 def on_compute_device() -> AbstractContextManager[object]:
     """Return a context in which torch creates tensors on the first GPU if ranks use GPUs, else on the CPU.
 
-    Plain PyTorch then runs the kernels that the ranks run. Ranks do not use this context: an engine would be in it too.
+    Plain PyTorch then runs the kernels that the ranks run. Ranks do not use this context, because it would also affect
+    the engine.
     """
     if not is_gpu_requested():
         return nullcontext()

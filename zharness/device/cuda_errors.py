@@ -8,7 +8,7 @@ _SHARED_MEMORY = (
     "all ranks that run at a time share the GPU's memory: run fewer at a time (zharness check --jobs, pytest -n), "
     "or on fewer ranks"
 )
-# cuBLAS and cuDNN take their memory past torch's allocator, and report the lack of it by codes of their own.
+# cuBLAS and cuDNN allocate memory without torch's allocator, and report a lack of memory by codes of their own.
 _LIBRARY_MEMORY = (
     "CUDA error: CUBLAS_STATUS_ALLOC_FAILED",
     "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED",
@@ -16,11 +16,11 @@ _LIBRARY_MEMORY = (
     "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
     "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
 )
-# CUDA reports what a kernel did at a later call, so the line that raised is not the one that launched the kernel.
+# CUDA reports the error of a kernel in a later call, so the line that raised is not the line that launched the kernel.
 _EARLIER_KERNEL = (
     "an earlier kernel of this rank failed: CUDA_LAUNCH_BLOCKING=1 stops at its launch, and compute-sanitizer names it"
 )
-# How torch's messages begin, and the remedy. Errors of other calls than kernels have none here.
+# The beginnings of torch's messages, and their remedies. CUDA errors of calls other than kernels have no remedy here.
 _REMEDIES = {
     "CUDA out of memory": _SHARED_MEMORY,
     "CUDA error: out of memory": _SHARED_MEMORY,
@@ -36,13 +36,13 @@ _REMEDIES = {
 
 
 def add_cuda_remedy(message: str) -> str:
-    """Return the message of a rank's exception with the remedy in its first line, if it is a CUDA error with one."""
+    """Return the message of a rank's exception; the first line of a CUDA error gets its remedy, if there is one."""
     remedy = next((remedy for start, remedy in _REMEDIES.items() if message.startswith(start)), "")
     first, newline, rest = message.partition("\n")
     return f"{first}; {remedy}{newline}{rest}" if remedy else message
 
 
-# How CUDA prints a failed assertion of a kernel to stderr, once for each thread of the GPU.
+# The text that CUDA prints to stderr for a failed assertion of a kernel, once for each thread of the GPU.
 _ASSERTION = re.compile(
     r"^(?:\S*/)?(?P<file>[^/\s]+):(?P<line>\d+): (?P<kernel>.+): block: \[[\d,]+\], thread: \[[\d,]+\] "
     r"Assertion `(?P<what>.+)` failed",
@@ -51,9 +51,9 @@ _ASSERTION = re.compile(
 
 
 def name_failed_kernel(cause: str, stderr: str) -> str:
-    """Return the kernel whose assertion failed, with the assertion and its place, if ``cause`` says that one failed.
+    """Return the kernel whose assertion failed, with the assertion and its place, if ``cause`` is a failed assertion.
 
-    The text is empty for another cause, and if ``stderr`` names no kernel.
+    The text is empty for another cause, or if ``stderr`` names no kernel.
     """
     found = _ASSERTION.search(stderr) if "device-side assert triggered" in cause else None
     if found is None:

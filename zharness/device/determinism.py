@@ -1,4 +1,4 @@
-"""Let GPUs use deterministic algorithms, and name the operators that have none."""
+"""Let GPUs use deterministic algorithms, and name the operators that have no deterministic algorithm."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _WARNING = re.compile(r"(?P<operator>[\w.:<> ]+?) does not have a deterministic 
 
 
 def use_deterministic_algorithms() -> None:
-    """Let torch use a deterministic algorithm where it has one, and warn where it has none; call this in each process.
+    """Let torch use a deterministic algorithm if there is one, and warn if there is none; call this in each process.
 
-    Memory is not filled, which an engine's users do not do either. torch.use_deterministic_algorithms would import
-    torch's compiler in every rank.
+    Uninitialized memory is not filled, because users of an engine do not fill it either. The public function
+    torch.use_deterministic_algorithms is not called, because it would import torch's compiler in every rank.
     """
     torch.set_deterministic_debug_mode("warn")
     settings: Any = torch.utils.deterministic
@@ -26,13 +26,13 @@ def use_deterministic_algorithms() -> None:
 
 @contextmanager
 def collect_nondeterministic_operators() -> Iterator[list[str]]:
-    """Yield a list, to which each operator that ran without a deterministic algorithm is added once, in their order.
+    """Yield a list, to which each operator that runs without a deterministic algorithm is added once, in order.
 
-    torch tells such an operator by a warning, which is not shown; other warnings are shown as before. Without
-    deterministic algorithms torch warns of none, and the list stays empty.
+    torch reports such an operator by a warning, which is not shown; other warnings are shown as before. If
+    deterministic algorithms are not enabled, torch does not warn, and the list stays empty.
     """
     found: list[str] = []
-    if not torch.are_deterministic_algorithms_enabled():  # so on a CPU, where torch warns of nothing
+    if not torch.are_deterministic_algorithms_enabled():  # they are never enabled on a CPU
         yield found
         return
     with warnings.catch_warnings():

@@ -40,9 +40,9 @@ class Float32Products(Enum):
 
 @contextmanager
 def multiply_with(products: Float32Products) -> Iterator[None]:
-    """Let CUDA's products and convolutions of float32 have these factors inside the block, and reset both after it.
+    """In the block, let CUDA's float32 products and convolutions use factors of this precision; reset it afterwards.
 
-    A CPU has no TF32: unless ranks use GPUs, nothing is read or changed.
+    A CPU has no TF32: unless ranks use GPUs, no setting is read or changed.
     """
     if not is_gpu_requested():
         yield
@@ -58,7 +58,7 @@ def multiply_with(products: Float32Products) -> Iterator[None]:
 
 @contextmanager
 def keep_precision() -> Iterator[None]:
-    """Reset the precision of float32 products and convolutions after the block, whichever of torch's APIs set it."""
+    """Reset the precision of float32 products and convolutions after the block, for both APIs of torch that set it."""
     precision = read_matmul_precision()
     before = [(operator, operator.fp32_precision) for operator in find_operators_with_precision()]
     allows_tf32 = is_tf32_in_convolutions()
@@ -76,7 +76,7 @@ def find_operators_with_precision() -> list[Any]:
     """Return torch's operators whose precision ``fp32_precision`` sets; releases before 2.9 have none."""
     backends = torch.backends
     operators = [
-        backends,  # the others take its precision until they have their own
+        backends,  # the other operators have its precision until their own precision is set
         backends.cuda.matmul,
         getattr(backends.mkldnn, "matmul", None),
         *find_convolutions(),
@@ -91,9 +91,9 @@ def find_convolutions() -> list[Any]:
 
 
 def read_matmul_precision() -> str:
-    """Return torch's precision of float32 products: highest, high or medium, or that which ``fp32_precision`` set.
+    """Return torch's precision of float32 products: highest, high or medium, or the value of ``fp32_precision``.
 
-    After ``fp32_precision`` was set, torch refuses to tell the precision by its older name.
+    After ``fp32_precision`` was set, torch raises an error if the precision is read by its older API.
     """
     try:
         return torch.get_float32_matmul_precision()
@@ -112,7 +112,7 @@ def is_tf32_in_convolutions() -> bool:
 
 
 def _is_tf32(operator: Any, older: Any) -> bool:
-    """Return whether ``operator`` is in TF32; releases before 2.9 tell it by ``allow_tf32`` of ``older``."""
+    """Return whether ``operator`` uses TF32; in releases before 2.9, the setting is ``allow_tf32`` of ``older``."""
     if hasattr(operator, "fp32_precision"):
         return bool(operator.fp32_precision == "tf32")
     return bool(older.allow_tf32)

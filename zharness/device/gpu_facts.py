@@ -1,4 +1,4 @@
-"""Read what ranks on GPUs need from the driver, without starting CUDA: GPUs, compute mode, free memory and MPS."""
+"""Read facts that ranks on GPUs need from the driver, without starting CUDA: GPUs, compute mode, memory and MPS."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 QUERY = "index,name,driver_version,compute_mode,memory.free,memory.total,compute_cap"
-# A CUDA context with cuBLAS's workspace takes 0.5 GiB of an H100, and the tensors of a law next to nothing.
+# A CUDA context with cuBLAS's workspace takes 0.5 GiB of an H100; the tensors of a law take very little.
 CONTEXT_MIB = 600
-# What it takes on this machine, which ``zharness doctor`` measures.
+# The memory that a context takes on this machine; ``zharness doctor`` measures it.
 CONTEXT_VARIABLE = "ZHARNESS_CONTEXT_MIB"
 SHARED_MODE = "Default"
 NVIDIA_SMI_SECONDS = 30
@@ -19,7 +19,7 @@ NVIDIA_SMI_SECONDS = 30
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU as nvidia-smi describes it; memory is in MiB. What the driver does not tell is None."""
+    """One GPU as nvidia-smi describes it; memory is in MiB. A value that the driver does not report is None."""
 
     index: int
     name: str
@@ -86,9 +86,9 @@ def is_mps_running() -> bool:
 
 
 def find_gpu_problem(cuda_version: str | None, visible: int, gpus: tuple[Gpu, ...], processes: int) -> str:
-    """Return why ``processes`` processes cannot compute on the GPUs, with a remedy, or an empty string.
+    """Return the reason why ``processes`` processes cannot compute on the GPUs, with a remedy, or an empty string.
 
-    ``cuda_version`` is that of torch's build, and ``visible`` the number of GPUs that torch may use.
+    ``cuda_version`` is the version in torch's build, and ``visible`` is the number of GPUs that torch may use.
     """
     if cuda_version is None:
         return "this build of torch has no CUDA: install one that has (pip install torch, on Linux)"
@@ -101,7 +101,7 @@ def find_gpu_problem(cuda_version: str | None, visible: int, gpus: tuple[Gpu, ..
     for gpu in gpus:
         if shares_gpu and not gpu.is_shared:
             return (
-                f"GPU {gpu.index} is in compute mode {gpu.compute_mode}, in which one process has it for itself: set "
+                f"GPU {gpu.index} is in compute mode {gpu.compute_mode}, which allows only one process on it: set "
                 "it back with 'nvidia-smi -c DEFAULT'"
             )
         if gpu.largest_context_count is not None and processes > gpu.largest_context_count * len(gpus):

@@ -1,4 +1,4 @@
-"""Count and bound the GPU memory of each rank, and measure what a CUDA context costs beside it."""
+"""Count and limit the GPU memory of each rank, and measure the memory of a CUDA context."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch
 from zharness.device.gpu_facts import Gpu
 from zharness.errors import UsageError
 
-# The memory that torch may take in each process, in MiB, which a command sets for its ranks and judges.
+# The variable with the memory in MiB that torch may allocate in each process; a command sets it for ranks and judges.
 SHARE_VARIABLE = "ZHARNESS_GPU_MIB"
 MIB = 2**20
-# cuBLAS's workspaces take 32 MiB for each stream: with a smaller part, cells that fit would fail.
+# cuBLAS's workspaces take 32 MiB for each stream: with a smaller share, cells whose tensors fit would fail.
 LEAST_SHARE_MIB = 256
-# Starts CUDA with cuBLAS's handle and workspace, as the first product of a rank does, and prints what torch took.
+# Starts CUDA with cuBLAS's handle and workspace, as the first product of a rank does, and prints torch's allocation.
 CONTEXT_SCRIPT = (
     "import torch; a = torch.ones(256, 256, device='cuda'); (a @ a).sum().item(); "
     "print(torch.cuda.memory_reserved() // 2**20, flush=True); input()"
@@ -27,9 +27,9 @@ CONTEXT_SCRIPT = (
 
 @dataclass(frozen=True)
 class GpuMemory:
-    """The peaks of one rank in one task, in MiB: what its tensors took, and what torch's allocator held for them.
+    """The peaks of one rank in one task, in MiB: the memory of its tensors, and the memory of torch's allocator.
 
-    The CUDA context of the process is not in it.
+    The memory of the process's CUDA context is not included.
     """
 
     allocated_mib: float
@@ -37,7 +37,7 @@ class GpuMemory:
 
 
 def begin_count() -> None:
-    """Let peaks count from now on, if this process uses CUDA already."""
+    """Reset the peaks to start a new count, if this process uses CUDA already."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.reset_peak_memory_stats()
 
@@ -50,16 +50,16 @@ def read_peaks() -> GpuMemory | None:
 
 
 def smallest_free_mib(gpus: tuple[Gpu, ...]) -> int | None:
-    """Return the free memory of the GPU that has least, in MiB; None if it is not known of each, or there is no GPU."""
+    """Return the smallest free memory of a GPU, in MiB; None if some GPU does not report it, or there is no GPU."""
     free = [gpu.free_mib for gpu in gpus if gpu.free_mib is not None]
     return min(free) if free and len(free) == len(gpus) else None
 
 
 def choose_share(gpus: tuple[Gpu, ...], processes: int) -> int | None:
-    """Return how many MiB torch may take in each of ``processes`` processes, so that all of them fit beside each other.
+    """Return how many MiB torch may allocate in each of ``processes`` processes, so that all processes fit together.
 
-    That is an equal part of the free memory without the CUDA context, and at least LEAST_SHARE_MIB. It is None if the
-    free memory is not known.
+    The share is an equal part of the free memory without the CUDA context, and at least LEAST_SHARE_MIB. It is None if
+    the free memory is not known.
     """
     free = smallest_free_mib(gpus)
     if free is None:
@@ -69,9 +69,9 @@ def choose_share(gpus: tuple[Gpu, ...], processes: int) -> int | None:
 
 
 def bound_memory(device: torch.device) -> None:
-    """Bound what torch may take on ``device`` in this process by ``ZHARNESS_GPU_MIB``, if that is set. Starts CUDA.
+    """Limit torch's memory on ``device`` in this process to ``ZHARNESS_GPU_MIB``, if that is set. Starts CUDA.
 
-    A rank that needs more then ends with torch's message of too little memory, and leaves the others their part.
+    A rank that needs more memory then ends with torch's out-of-memory error, and does not use the share of other ranks.
     """
     text = os.environ.get(SHARE_VARIABLE)
     if not text:
@@ -83,7 +83,7 @@ def bound_memory(device: torch.device) -> None:
 
 
 def measure_context_mib(read_free_mib: Callable[[], int | None]) -> int | None:
-    """Return the MiB that a CUDA context takes beside torch's tensors on the first GPU; None if it cannot be measured.
+    """Return the MiB of a CUDA context on the first GPU, without torch's tensors; None if it cannot be measured.
 
     ``read_free_mib`` returns the free memory. The result is wrong if another process takes or frees memory meanwhile.
     """

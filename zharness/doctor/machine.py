@@ -160,7 +160,7 @@ def inspect_devices() -> Finding:
 
 
 def inspect_gpus(gpus: Sequence[Gpu]) -> Iterator[Finding]:
-    """Yield what ranks need of each GPU that nvidia-smi lists, and whether CUDA's multi-process service runs."""
+    """Yield a finding on each GPU that nvidia-smi lists, and on whether CUDA's multi-process service runs."""
     for gpu in gpus:
         text = (
             f"{gpu.name}, driver {gpu.driver}, compute mode {gpu.compute_mode}, {gpu.free_mib} of {gpu.total_mib} MiB "
@@ -181,11 +181,11 @@ def read_first_free_mib() -> int | None:
 
 
 def inspect_context(gpu: Gpu, measured: int | None) -> Finding:
-    """Say what a CUDA context takes, and how to let the plan of ``--jobs`` know it if it plans for less."""
+    """Inspect the memory of a CUDA context; warn if ``--jobs`` is planned with less memory for each context."""
     if measured is None:
         return ok_finding("CUDA context", f"not measured; {gpu.context_mib} MiB are planned for each process")
     text = f"{measured} MiB beside a process's tensors; {gpu.context_mib} MiB are planned"
-    remedy = f"set {CONTEXT_VARIABLE}={measured}, from which the number of cells that run at once follows"
+    remedy = f"set {CONTEXT_VARIABLE}={measured}; the number of cells that run at once depends on it"
     return make_finding("CUDA context", text, Severity.WARNING, measured > gpu.context_mib, remedy)
 
 

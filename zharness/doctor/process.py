@@ -68,7 +68,7 @@ def inspect_fork_support() -> Iterator[Finding]:
 def inspect_torch_settings() -> Iterator[Finding]:
     """Inspect torch's global settings that change numerical results, and whether torch's functions were replaced.
 
-    The settings of kernels are those of a rank on a GPU, which sets them itself when it starts.
+    The settings of kernels are first set as a rank on a GPU sets them when it starts.
     This function runs tensor operations, so no rank can be forked from this process afterwards.
     """
     require_reproducible_kernels()

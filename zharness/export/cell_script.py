@@ -70,9 +70,10 @@ def render_cell_script(record: Record, claims: Capabilities, name: str) -> Scrip
 
 
 def explain_unwritable_mesh(cell: Cell) -> str:
-    """Return the reason why a script without zharness cannot run ``cell`` on its mesh; "" if it can, or has no mesh.
+    """Return the reason why a script without zharness cannot run ``cell`` on its mesh; "" if it can or has no mesh.
 
-    On tp the plain model is not split, so that it rounds differently, unless no number is rounded.
+    On tp the engine splits the model and plain PyTorch does not, so that they round differently, unless the cell rounds
+    no number.
     """
     if not cell.mesh.sizes:
         return ""

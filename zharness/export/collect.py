@@ -58,7 +58,8 @@ def read_source(module: str) -> ModuleSource:
 def top_level_statements(text: str) -> Iterator[ast.stmt]:
     """Yield the module-level statements, including those under ``if TYPE_CHECKING``, which annotations need.
 
-    Of a ``try``, those of its first block are yielded: a script is written for a torch that has what they import.
+    Of a ``try``, only the statements of its first block are yielded: a script is written for a release of torch in
+    which the imports of this block work.
     """
     for statement in ast.parse(text).body:
         yield from statement.body if isinstance(statement, ast.Try) else (statement,)

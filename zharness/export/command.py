@@ -39,10 +39,10 @@ EXPORTABLE_VERDICTS = (Verdict.PASS, Verdict.FAIL, Verdict.CRASH, Verdict.CONTRA
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """The options of an export: the salt of the cell's seed, the time-out and the path of the script.
+    """The options of an export: the salt of the cell's seed, the time-out, the path of the script, and its form.
 
     ``seed`` is the salt, which is mixed into the hash from which the cell's seed is derived. ``timeout`` is in seconds.
-    If ``output`` is None, the script is written to standard output. ``form`` is what the script may import.
+    If ``output`` is None, the script is written to standard output. ``form`` determines what the script may import.
     """
 
     seed: int = 0
@@ -88,10 +88,10 @@ def export_published(
     run: RunPublished,
     machine: str,
 ) -> int:
-    """Print or write the cell ``text`` as an issue or a test, after running it; return 1 if that does not show it.
+    """Run the cell ``text``, and print or write it as an issue or a test; return 1 if that does not show the failure.
 
-    ``run(path)`` runs the script or the test and returns its exit code and output. ``machine`` is described in the
-    issue. Raises UsageError for a cell that does not fail, or that cannot be written as a script.
+    ``run(path)`` runs the script or the test and returns its exit code and output. ``machine`` is the description of
+    the machine in the issue. Raises UsageError for a cell that does not fail, or that cannot be written as a script.
     """
     record, claims = run_exported_cell(text, replace(options, form=ScriptForm.STANDALONE), get_environment)
     cell = record.cell

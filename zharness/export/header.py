@@ -17,7 +17,7 @@ WRONG_NUMBER_PHRASE = "plain PyTorch gives"  # part of every mismatch that parts
 
 
 class ScriptForm(Enum):
-    """What an exported script needs: this package, or torch and the engine alone."""
+    """The requirement of an exported script: it needs this package, or only torch and the engine."""
 
     IMPORTED = "imported"
     STANDALONE = "standalone"

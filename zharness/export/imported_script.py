@@ -48,7 +48,7 @@ def describe_observer(cell: Cell, law: Law) -> str:
     where = f"Every rank runs {module}.{name}"
     try:
         source = textwrap.dedent(inspect.getsource(function))
-    except (OSError, TypeError):  # a partial, or a function that was made at run time
+    except (OSError, TypeError):  # a partial, or a function that was created at run time, has no source
         return where
     return f"{where}{f', variant {cell.variant}' if cell.variant else ''}:\n\n{source}"
 
@@ -74,7 +74,7 @@ def render_imported_program_script(
 
 
 def describe_program(program: Program, engine: str) -> str:
-    """Return the program as calls of PyTorch and of the engine, or its text if it has verbs of more than two lines."""
+    """Return the program as calls of PyTorch and the engine, or its text if a verb needs more than two lines."""
     if not has_short_script(program):
         return f"The program is {program}"
     writing = ScriptWriter(engine)

@@ -1,6 +1,6 @@
 """Render the long script of a cell or program, which contains the law's own observer and judge and all that they use.
 
-A long script has many times the lines of a short one (``zharness.export.cell_script``). A long script is needed if the
+A long script has many times the lines of a short script (``zharness.export.cell_script``). It is needed if the
 law records more than values, gradients, weights and optimizer state, or if the plain PyTorch of a short script does not
 support the dtype or the options.
 """
@@ -90,7 +90,7 @@ class JudgeScriptSpec:
     ``model`` renders the text that defines SPEC, and ``baseline_model`` renders an expression for the ModelSpec of the
     plain model. ``observe`` and ``judge`` render expressions for the functions that observe and judge. ``reduce_dtype``
     has the same meaning as in JudgeContext. ``autocast`` is the dtype of ``torch.autocast`` in a user's configuration
-    (None: autocast is off). ``cast_cache`` is that of the plain model.
+    (None: autocast is off). ``cast_cache`` is the CastCache of the plain model.
     """
 
     engine: str

@@ -66,10 +66,10 @@ def render_call(name: str, args: Sequence[Any], keywords: Mapping[str, Any], ren
 
 
 def find_maker(function: FunctionType) -> Callable[..., Any]:
-    """Return the module-level function whose call with the closure of ``function`` returns such a function.
+    """Return the module-level function that returns such a function when it is called with the closure of ``function``.
 
-    Raises UsageError if the outer function has other parameters than the closure of ``function`` has variables, since
-    the values of these parameters are not known.
+    Raises UsageError if the parameters of the outer function differ from the variables in the closure of ``function``,
+    since the values of the other parameters are not known.
     """
     outer_name = function.__qualname__.partition(".")[0]
     outer = getattr(sys.modules[function.__module__], outer_name, None)

@@ -14,7 +14,7 @@ from zharness.workload import model_spec
 from zharness.workload.shrink_model import OMITTED, paths_with_parameters, shrink_candidates
 from zharness.workload.user_model import format_user_model_name, parse_user_model_name
 
-MAX_CANDIDATES = 40  # built and run once each, smallest first
+MAX_CANDIDATES = 40  # variants that are built and run once each, the smallest first
 
 
 def smaller_models(name: str) -> list[str]:

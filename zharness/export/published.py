@@ -43,7 +43,7 @@ class TestLaw(DistributedTest):
         wrong = main()
         assert not wrong, "\\n".join(wrong)
 '''
-# PyTorch's classes: which of them, what its tests need to run on a CPU, and how a test gets its process group.
+# A test in PyTorch's style: the base class, the settings that its tests need on a CPU, and the process group.
 TORCH_TEST = '''
 
 {imports}
@@ -111,7 +111,7 @@ DTENSOR_BASE = {
 
 
 class PublishedForm(Enum):
-    """What `zharness export --form` writes, beside a script."""
+    """The forms that `zharness export --form` writes beside a script."""
 
     ISSUE = "issue"
     PYTEST = "pytest"
@@ -135,7 +135,7 @@ def render_body(script: Script) -> str:
 
 
 def render_plain_script(script: Script) -> str:
-    """Return a script for torchrun: it prints what is wrong, or OK, and its exit code says which."""
+    """Return a script for torchrun that prints the wrong numbers and exits with 1, or prints OK and exits with 0."""
     return render_body(script) + RUN
 
 
@@ -152,9 +152,9 @@ def render_test(script: Script, cell: Cell) -> str:
 
 
 def find_torch_base(cell: Cell) -> Mapping[str, str]:
-    """Return the words of TORCH_TEST for the class with which PyTorch tests the engine of ``cell``.
+    """Return the values of TORCH_TEST's fields for the class with which PyTorch tests the engine of ``cell``.
 
-    That is DTensorTestBase for tensor parallelism, FSDPTest for FSDP, and else MultiProcessTestCase.
+    The class is DTensorTestBase for tensor parallelism, FSDPTest for FSDP, and MultiProcessTestCase otherwise.
     """
     if TENSOR in cell.mesh.axes:
         return DTENSOR_BASE

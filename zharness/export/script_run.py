@@ -1,4 +1,4 @@
-"""Run a cell or a program on the ranks that torchrun started, as exported scripts do that import this package."""
+"""Run a cell or a program on the ranks that torchrun started; exported scripts that import this package call this."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def run_cell(cell_id: str, seed: int, signature: str, ok: str) -> int:
 
 
 def run_program(engine: str, text: str, signature: str, ok: str, mesh: str = "", **settings: Any) -> int:
-    """Run and judge a program as ``run_cell`` does a cell; ``settings`` are further fields of Program."""
+    """Run and judge a program as ``run_cell`` runs and judges a cell; ``settings`` are further fields of Program."""
     program = replace(parse_program(text), mesh=Mesh.parse(mesh), **settings)
 
     def observe_it(folder: str, claims: Capabilities) -> RankTask:
@@ -90,7 +90,7 @@ def run_and_judge(
             if ending.signature not in message:
                 raise
             click.echo(f"{REPRODUCED}: rank {dist.get_rank()}: {message}")
-            os._exit(BROKEN_CODE)  # other ranks may wait for this one
+            os._exit(BROKEN_CODE)  # do not wait for other ranks, which may wait for this rank
         dist.barrier()
         endings = [(UNDECIDED_CODE, "") if judge_server is None else conclude_script(judge_server, task, ending)]
         dist.broadcast_object_list(endings)

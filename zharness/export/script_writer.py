@@ -34,7 +34,7 @@ from zharness.parity.bounds import BoundedTensor, gamma, subnormal
 PARTS_FOLDER = Path(__file__).parent / "parts"
 PLAIN_COMPARISON_PART = "compare_with_plain"  # the part that runs the same steps on plain PyTorch
 WRITTEN_ENGINES = ("ddp", "zero1", "fsdp2", "torch_tp", "deepspeed")  # engines with a part engine_NAME.py.txt
-MESH_ENGINES = ("fsdp2", "torch_tp")  # written engines whose part has the data-parallel ranks from the part of a mesh
+MESH_ENGINES = ("fsdp2", "torch_tp")  # written engines whose part takes the data-parallel ranks from the mesh part
 PROTOCOL_MODULE = "zharness.engines.protocol"
 # Names that laws use and that the fixed parts of a short script define.
 PLAIN_SCRIPT_NAMES = frozenset(
@@ -46,7 +46,7 @@ IMPORT_OVERRIDES = {
 }
 BASE_IMPORTS = ("import os", "import sys", "import importlib", "from torch import nn", "import torch")
 CONFIG_CLASSES = ("Absent", "Engine", "EngineConfig", "OptimizerSpec", "GroupSpec", "AccumulationOwner", "Reduction")
-# Classes that an engine outside this package uses: its script imports them from zharness, as the engine does.
+# Classes that an engine outside this package uses: the script imports them from zharness, as the engine itself does.
 PROTOCOL_CLASSES = ("Capabilities", "EngineFactory", "Feature", "Observations", "Piece", "Resources", "Traffic")
 STEP_STATE_METHODS = tuple(
     method.__name__

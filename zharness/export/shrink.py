@@ -32,7 +32,7 @@ from zharness.workload.user_model import is_user_model
 from zharness.world import Isolation
 from zharness.world.server import RankEnvironment
 
-# Groups of laws whose failures a program can show; others concern saved state, memory or casts.
+# Groups of laws whose failures a program can show; other groups concern saved state, memory or casts.
 TRAINING_LAW_GROUPS = ("training", "backward", "double_backward", "torch_func", "checkpointing", "parameters", "model")
 # Programs tried before random ones: most faults of an engine show in one of these.
 FIRST_PROGRAMS = (
@@ -63,8 +63,8 @@ class FailureSignature:
     """The facts that identify a failure: verdict, part of the step or exception type, and hint or message.
 
     ``failure_kind`` is the part of the step or the exception type. ``detail`` is the hint or the message, from which
-    numbers and names are removed, since they depend on the model. ``replica_axes`` are the sets of axes of a mesh any
-    of which the norm may count once for each rank; it is empty for another failure.
+    numbers and names are removed, since they depend on the model. If a norm is wrong because it counts shared elements
+    repeatedly, ``replica_axes`` has the sets of mesh axes whose ranks may share them; for another failure it is empty.
     """
 
     verdict: Verdict
@@ -75,7 +75,8 @@ class FailureSignature:
     def can_match(self, other: FailureSignature) -> bool:
         """Return whether ``other`` may be the same failure; if ``detail`` is empty, it matches any other detail.
 
-        A norm on a smaller mesh has to count repeatedly what ranks of the same axes have in common, or of some of them.
+        A norm on a smaller mesh has to count elements repeatedly that are shared by ranks of the same axes, or of some
+        of these axes.
         """
         return (
             (self.verdict, self.failure_kind) == (other.verdict, other.failure_kind)
@@ -88,8 +89,8 @@ class FailureSignature:
 
 
 _PROGRAM_SUFFIX = re.compile(r"(; )?at the end of '([^']*)'$")  # the program that an any_order law appends
-_COORDINATES = re.compile(r"((; )?rank \d+ is [a-z_]+ \d+(, [a-z_]+ \d+)*)+$")  # which a smaller mesh does not have
-# An axis whose ranks a norm counts repeatedly, before the next one: a smaller mesh has fewer of them.
+_COORDINATES = re.compile(r"((; )?rank \d+ is [a-z_]+ \d+(, [a-z_]+ \d+)*)+$")  # differ on a smaller mesh
+# One of several axes whose ranks a norm counts repeatedly: a smaller mesh has fewer of these axes.
 _REPLICAS = re.compile(r"what \d+ ranks of (?P<axis>\w+) have in common \d+ times(,? (and|or) (?=what))?")
 # Numbers, names with dots or digits, and quoted text, which differ between models.
 _LIST_OF_NAMES = re.compile(r"#(, #)+")  # after the substitution of names by #
@@ -102,7 +103,7 @@ def extract_failure_signature(verdict: Verdict, cause: str) -> FailureSignature:
     if part:
         hint = _COORDINATES.sub("", cause.rpartition("); ")[2]) if "); " in cause else ""
         hint, axes = _REPLICAS.sub("", _PROGRAM_SUFFIX.sub("", hint)), find_replica_axes(hint)
-        if hint.startswith(STALE_FORWARD_HINT):  # any part of the step that reads a forward's result may show it
+        if hint.startswith(STALE_FORWARD_HINT):  # any part of the step that reads a forward's result may have this hint
             return FailureSignature(verdict, STALE_FORWARD_HINT)
         # "only 1 of 16 elements" cannot be seen in a model with one element.
         detail = "" if hint.startswith("only ") else _MODEL_SPECIFIC.sub("#", hint)
@@ -184,7 +185,7 @@ def shrink_failure(cell: Cell, seed: int, environment: RankEnvironment, timeout:
     The time starts after the first run of ``cell``. Raises UsageError if ``cell`` does not fail.
     """
     programs = MatchingProgramRunner(environment, timeout)
-    # The rank pool and the judge are kept: new ones would import the user's model, and transformers, each time.
+    # Keep the rank pool and the judge: new ones would import the user's model, and transformers, each time.
     isolation = Isolation.POOLED if is_user_model(cell.model) else Isolation.FRESH
     with Runner({cell.engine: environment}, timeout, seed, isolation) as cells, programs:
         first = run_cell(cells, cell)
@@ -198,9 +199,9 @@ def shrink_failure(cell: Cell, seed: int, environment: RankEnvironment, timeout:
         )
         programs.wanted_signature, programs.deadline = extract_failure_signature(first.verdict, first.cause), until
         claims = cells.claims(record.cell.engine, record.cell.stage)
-        # No program contains a user's model or has a mesh, without which the failure may be another one.
+        # No program contains a user's model or has a mesh, and without these the failure may have another cause.
         needs_cell = is_user_model(record.cell.model) or bool(record.cell.mesh.sizes)
-        if needs_cell:  # the law's own program
+        if needs_cell:  # shrink the law's own program instead
             list_smaller = partial(iter_smaller_programs, claims=claims, salt=seed)
             record, more = find_smallest_cell(record, run, list_smaller, until)
             tried += more - 1
@@ -235,7 +236,7 @@ def find_smallest_cell(
 ) -> tuple[Record, int]:
     """Return the record of the smallest cell that fails in the same way as ``first``, and the number of cells tried.
 
-    ``list_smaller`` yields cells that are smaller than that of a record, and ``run`` runs one.
+    ``list_smaller`` yields cells that are smaller than the cell of a record, and ``run`` runs a cell.
     """
     wanted, found, tried = extract_failure_signature(first.verdict, first.cause), first, 1
     seen = {first.cell}
@@ -292,9 +293,9 @@ def iter_smaller_meshes(cell: Cell) -> Iterator[Cell]:
 
 
 def iter_smaller_programs(record: Record, claims: Capabilities, salt: int) -> Iterator[Cell]:
-    """Yield cells that run less of the program of a failing cell; none for a law that runs no program.
+    """Yield cells that run a part of the program of a failing cell; yield nothing for a law that runs no program.
 
-    The first one ends with the call after which the failure was seen.
+    The program of the first cell ends with the call after which the failure was seen.
     """
     cell, form = record.cell, get_law(record.cell.law).programs
     if form is None:
@@ -310,7 +311,7 @@ def iter_smaller_programs(record: Record, claims: Capabilities, salt: int) -> It
 def smaller_settings(label: str) -> list[str]:
     """Return the labels of settings with fewer parts than the setting ``label``.
 
-    These are the setting without parts, those with one part, and those that lack one part.
+    These are the setting without parts, the settings with one part, and the settings that lack one part.
     """
     if not label:
         return []

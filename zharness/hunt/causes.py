@@ -1,8 +1,9 @@
-"""Say by which facts alarms of one cause are told from alarms of another.
+"""Define the facts by which alarms of different causes are distinguished.
 
-A wrong number whose hint names the fault has its hint. One without a hint has the role of the first wrong tensor: in
-which layer it is, to which part of the optimizer's state it belongs, after which verb it was read, and what is wrong
-with its value. A crash has the exception with its message or, without a message, the file that raised it.
+The cause of a wrong number with a hint is the hint, which names the fault. The cause of a wrong number without a hint
+is the role of the first wrong tensor: its layer, its part of the optimizer's state, the verb after which it was read,
+and what is wrong with its value. The cause of a crash is the exception with its message or, without a message, the file
+that raised it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from zharness.law_kit.record_comparisons import STALE_FORWARD_HINT
 from zharness.run.program_runner import ProgramOutcome
 from zharness.workload.programs import BLOCK_KINDS, Layer, LayerKind, Program
 
-# Layers that take each other's place while a program is shrunk.
+# Layers that may replace each other while a program is shrunk.
 DENSE_LAYERS = (LayerKind.LINEAR, LayerKind.MATRIX, LayerKind.TOKENS)
 _MISMATCH = re.compile(r"step (?P<step>\d+), [a-z ]+: (?P<name>[^\s\[]+)")
 _VALUES = re.compile(r"\bexpected (?P<expected>\S+), got (?P<actual>\S+) \(")
@@ -26,7 +27,7 @@ _NUMBERS = re.compile(r"\d[\d.e+-]*")
 
 
 class WrongValue(Enum):
-    """What is wrong with the worst element of a tensor."""
+    """The kinds of errors in the worst element of a tensor."""
 
     NOT_FINITE = "not finite"
     MISSING = "zero in place of another number"
@@ -38,9 +39,9 @@ class WrongValue(Enum):
 class TensorRole:
     """The role of the first wrong tensor of a program.
 
-    ``blocks`` are the kinds of the blocks around its layer, and ``layer`` is the kind of its layer, or the tensor's
-    name if it is no parameter, such as ``output``. ``state`` is the part of the optimizer's state, or empty for the
-    parameter and its gradient. ``act`` is the verb after which it was wrong; it is empty for the initial weights.
+    ``blocks`` are the kinds of the blocks around its layer, and ``layer`` is the kind of its layer, or the name of a
+    tensor that is not a parameter, such as ``output``. ``state`` is the part of the optimizer's state, or empty for the
+    parameter and its gradient. ``act`` is the verb after which the tensor was wrong; it is empty for initial weights.
     """
 
     blocks: frozenset[str]
@@ -50,7 +51,10 @@ class TensorRole:
     value: WrongValue
 
     def may_shrink_to(self, smaller: TensorRole) -> bool:
-        """Return whether a program with this role may shrink to one with the role ``smaller``, in fewer blocks."""
+        """Return whether a program with this role may shrink to a program with the role ``smaller``.
+
+        Only the blocks may differ: ``smaller`` may lack some of them.
+        """
         is_same = (self.layer, self.state, self.act, self.value) == (
             *(smaller.layer, smaller.state),
             *(smaller.act, smaller.value),
@@ -63,7 +67,7 @@ class AlarmCause:
     """The facts that alarms of one cause share.
 
     ``detail`` is the file of an exception without a message, or the normalised description of an end without an
-    exception. ``role`` is None for a wrong number with a hint and for anything but a wrong number.
+    exception. ``role`` is None for a wrong number with a hint, and for a failure that is not a wrong number.
     """
 
     signature: FailureSignature
@@ -71,7 +75,7 @@ class AlarmCause:
     role: TensorRole | None = None
 
     def may_shrink_to(self, smaller: AlarmCause) -> bool:
-        """Return whether an alarm with this cause may shrink to one with the cause ``smaller``."""
+        """Return whether an alarm with this cause may shrink to an alarm with the cause ``smaller``."""
         if (self.signature, self.detail) != (smaller.signature, smaller.detail):
             return False
         if self.role is None or smaller.role is None:
@@ -104,7 +108,7 @@ def find_role(program: Program, cause: str) -> TensorRole | None:
 
 
 def find_owner(layers: tuple[Layer, ...], name: str) -> tuple[frozenset[str], str]:
-    """Return the kinds of the blocks around the layer of a parameter, and its own kind; the name if there is no layer.
+    """Return the kinds of the blocks around the layer of a parameter, and the kind of that layer, or else ``name``.
 
     A parameter in the third layer of a block that is the model's second layer is named ``1.inner.2.weight``.
     """
@@ -122,7 +126,7 @@ def find_owner(layers: tuple[Layer, ...], name: str) -> tuple[frozenset[str], st
 
 
 def classify_value(expected: str, actual: str) -> WrongValue:
-    """Return what is wrong with a number; both are texts of numbers."""
+    """Return the kind of error of a number; both arguments are texts of numbers."""
     try:
         wanted, found = float(expected), float(actual)
     except ValueError:
@@ -135,5 +139,5 @@ def classify_value(expected: str, actual: str) -> WrongValue:
 
 
 def normalize(text: str) -> str:
-    """Return ``text`` in one line, with a placeholder for each number, since models of laws and programs differ."""
+    """Return ``text`` in one line, with a placeholder for each number: numbers differ between laws and programs."""
     return _NUMBERS.sub("#", " ".join(text.split()))

@@ -49,10 +49,9 @@ ALL_STAGES = (0, 1, 2, 3)
 class HuntOptions:
     """The options of a hunt.
 
-    Without ``stages``, all stages that the engine claims are drawn, on ``mesh``. ``output`` is the folder of the
-    scripts and, unless ``jsonl`` names another file, of the log. With ``trust_records``, failures that are recorded
-    already are known. With ``measures_engine``, the branches of the engine that draws reach are measured, and guide
-    further draws.
+    Without ``stages``, all stages that the engine claims on ``mesh`` are drawn. ``output`` is the folder of the scripts
+    and, unless ``jsonl`` names another file, of the log. With ``trust_records``, failures that are already recorded are
+    known. With ``measures_engine``, the branches of the engine that draws reach are measured, and guide further draws.
     """
 
     limits: HuntLimits
@@ -92,7 +91,7 @@ def run_hunt(engine: str, options: HuntOptions, get_environment: GetEnvironment,
         coverage = PairCoverage(space.list_claimed_pairs())
 
         def is_known(program: Program, outcome: ProgramOutcome) -> str:
-            """Return where a failure is recorded, or '' if it is new."""
+            """Return the place where a failure is recorded, or '' if it is new."""
             if not options.trust_records:
                 return ""
             needed = space.get_kernel_options(program.stage) or ()
@@ -164,13 +163,14 @@ def build_space(engine: str, options: HuntOptions, runner: ProgramRunner) -> Spa
 
 
 def collect_claims(engine: str, options: HuntOptions, runner: ProgramRunner) -> dict[int, Capabilities]:
-    """Return what ``engine`` claims on the mesh at each stage to draw.
+    """Return the claims of ``engine`` on the mesh at each stage to draw.
 
-    Raises UsageError for a stage that it does not have, and if it claims the mesh at no stage or not at a named one.
+    Raises UsageError for a stage that the engine does not have, and if the engine does not claim the mesh at a named
+    stage or at any stage.
     """
     claims_at, unclaimed = dict[int, Capabilities](), ""
     for stage in options.stages or ALL_STAGES:
-        is_first = not (claims_at or unclaimed)  # an engine that can be built at no stage raises its reason
+        is_first = not (claims_at or unclaimed)  # if the engine can be built at no stage, its own error is raised
         claims = runner.claims(engine, stage) if options.stages or is_first else get_claims(runner, engine, stage)
         if claims is not None and claims.absent:
             raise UsageError(f"{engine} cannot be built here: {claims.absent}")
@@ -189,7 +189,7 @@ def collect_claims(engine: str, options: HuntOptions, runner: ProgramRunner) -> 
 
 
 def get_claims(runner: ProgramRunner, engine: str, stage: int) -> Capabilities | None:
-    """Return what ``engine`` claims at ``stage``, or None if it cannot be built there."""
+    """Return the claims of ``engine`` at ``stage``, or None if the engine cannot be built at ``stage``."""
     try:
         return runner.claims(engine, stage)
     except UsageError:
@@ -197,7 +197,7 @@ def get_claims(runner: ProgramRunner, engine: str, stage: int) -> Capabilities |
 
 
 def describe_settings(engine: str, version: str, options: HuntOptions, space: Space) -> dict[str, object]:
-    """Return the settings on which the draws depend, which two calls on one log have to share."""
+    """Return the settings that determine the draws; two calls with one log must have the same settings."""
     return {
         "engine": engine,
         "version": version,
@@ -214,7 +214,7 @@ def describe_settings(engine: str, version: str, options: HuntOptions, space: Sp
 
 
 def report_unreached(engine_coverage: EngineCoverage, folder: Path) -> str:
-    """Write what of the engine no draw has reached into ``folder``, and return the most promising part of it."""
+    """Write the functions of the engine that no draw has reached into ``folder``; return the most promising ones."""
     data_file = engine_coverage.combine()
     if data_file is None:
         return "the engine's source: nothing was reached"
@@ -257,8 +257,8 @@ def export_group(
 
 
 def choose_renderers(program: Program) -> tuple[RenderProgram, ...]:
-    """Return the functions that write ``program`` as a script, of which the first one whose script shows it counts."""
-    if program.mesh.sizes:  # which no script without zharness builds
+    """Return the functions that may write ``program`` as a script; the first script that shows the failure is used."""
+    if program.mesh.sizes:  # no script without zharness can build a mesh
         return (render_imported_program_script,)
     if program.options:  # a short script has its own engine, which knows no options of an adapter
         return (render_judged_program_script,)
@@ -272,7 +272,7 @@ def describe_progress(state: HuntState) -> str:
 
 
 def describe_result(engine: str, version: str, seed: int, state: HuntState, coverage: PairCoverage) -> str:
-    """Describe the outcome of a hunt: a summary, the groups of alarms, the new ones first, and what is odd."""
+    """Describe the outcome of a hunt: a summary, the groups of alarms with new groups first, and irregularities."""
     verdicts = ", ".join(f"{count} {verdict}" for verdict, count in sorted(state.verdicts.items()))
     lines = [f"{engine} {version}, seed {seed}: {describe_progress(state)}; {verdicts}", coverage.describe()]
     lines += [group.describe(engine) for group in sorted(state.groups, key=lambda group: bool(group.known))]

@@ -37,7 +37,7 @@ from zharness.workload.programs import (
     Verb,
 )
 
-ATTEMPTS = 40  # to draw a program that has the wanted pair of values
+ATTEMPTS = 40  # the number of attempts to draw a program that has the wanted pair of values
 MAX_SIZE = 5  # inputs or outputs of a layer
 MAX_CHANNELS = 2
 MAX_LAYERS = 3  # per model and per block, not counting the first layer
@@ -46,7 +46,7 @@ MAX_PHRASES = 4
 OPTIMIZERS = ("sgd", "adamw", "adam", "nesterov")
 CLIPS = (0.05, 0.2, 1.0)
 MARK_PROBABILITY = 0.12
-PARENT_PERIOD = 3  # one draw of so many has the setting of a parent
+PARENT_PERIOD = 3  # every third draw has the setting of a parent
 MAX_NAMED_PAIRS = 5
 
 
@@ -65,10 +65,10 @@ class Draw:
 
 @dataclass
 class PairCoverage:
-    """The pairs of values that the engine claims: those not drawn yet, those covered, and those that no draw can have.
+    """The pairs of values that the engine claims: pairs not drawn yet, covered pairs, and pairs that no draw can have.
 
-    A pair is one of an option, or no option, and another value (``Space.list_claimed_pairs``). In ``undrawable`` are
-    pairs that ATTEMPTS draws did not bring about, for instance because the engine refuses them for another reason.
+    A pair is an option, or no option, and another value (``Space.list_claimed_pairs``). ``undrawable`` has the pairs
+    that ATTEMPTS draws did not produce, for example because the engine refuses them for another reason.
     """
 
     missing: set[Pair]
@@ -83,7 +83,7 @@ class PairCoverage:
         self.undrawable -= pairs
 
     def give_up(self, pair: Pair) -> None:
-        """Count ``pair`` as one that no draw can have."""
+        """Count ``pair`` as a pair that no draw can have."""
         self.missing.discard(pair)
         self.undrawable.add(pair)
 
@@ -105,10 +105,10 @@ class PairCoverage:
 
 
 def iter_draws(space: Space, seed: int, coverage: PairCoverage, parents: Sequence[Program] = ()) -> Iterator[Draw]:
-    """Yield draws without end. While pairs are missing in ``coverage``, each draw has one of these.
+    """Yield draws without end. While pairs are missing in ``coverage``, each draw has one of the missing pairs.
 
-    Once there are ``parents``, to which the caller may add while draws are made, one draw of PARENT_PERIOD has the
-    setting of a parent instead, and a new model and new verbs. Later parents are preferred.
+    The caller may append to ``parents`` between draws. If there are parents, every PARENT_PERIOD-th draw has the
+    setting of a parent instead, with a new model and new verbs. Later parents are preferred.
     """
     number = 0
     while True:
@@ -116,7 +116,7 @@ def iter_draws(space: Space, seed: int, coverage: PairCoverage, parents: Sequenc
         random = Random(f"{seed} {number}")  # noqa: S311 - draws examples
         program = wanted = None
         if parents and number % PARENT_PERIOD == 0:
-            # The larger of two random numbers prefers what comes late in the list.
+            # The larger of two random numbers prefers parents late in the list.
             parent = parents[max(random.randrange(len(parents)) for _ in range(2))]
             program = draw_program(space, random, tuple(list_setting_values(parent)))
         while program is None:
@@ -191,14 +191,14 @@ def add_options(
 
 
 def draw_window(random: Random, repertoire: Repertoire, wanted: str | None) -> Setting:
-    """Return the wanted window; without a wanted one, return that of one micro-batch half of the time."""
+    """Return the wanted window; if none is wanted, return the window of one micro-batch half of the time."""
     if wanted is not None:
         return next(window for window in repertoire.windows if window.window == wanted)
     return repertoire.windows[0] if random.random() < 1 / 2 else random.choice(repertoire.windows)
 
 
 def draw_dtype(random: Random, repertoire: Repertoire, wanted: str | None) -> str:
-    """Return the wanted dtype; without a wanted one, return fp32 most of the time."""
+    """Return the wanted dtype; if none is wanted, return fp32 most of the time."""
     return wanted or (repertoire.dtypes[0] if random.random() < 2 / 3 else random.choice(repertoire.dtypes))
 
 
@@ -209,7 +209,7 @@ def may_sum(claims: Capabilities, world_size: int) -> bool:
 
 
 def draw_model(random: Random, repertoire: Repertoire, wanted: LayerKind | None) -> list[Layer]:
-    """Return the layers of a legal model, among them a layer of the ``wanted`` kind, if it fits where it is put."""
+    """Return the layers of a legal model, with a layer of the ``wanted`` kind if it fits at its random position."""
     source = wanted if wanted in SOURCE_KINDS else random.choice(repertoire.sources)
     assert source is not None
     layers = draw_layers(random, repertoire, MAX_DEPTH)
@@ -235,7 +235,7 @@ def draw_layer(random: Random, repertoire: Repertoire, kind: LayerKind, depth: i
 
 
 def draw_verbs(random: Random, repertoire: Repertoire, window: Setting, wanted: Act | None) -> list[Verb]:
-    """Return verbs, not all legal, that end with a whole window; the ``wanted`` act is in between."""
+    """Return verbs, not all legal, that end with a whole window; the ``wanted`` act is at a random place before it."""
     phrases = [draw_phrase(random, repertoire, window) for _ in range(random.randint(1, MAX_PHRASES))]
     if wanted is not None:
         act = make_verb(random, repertoire, wanted)
@@ -252,7 +252,10 @@ def draw_phrase(random: Random, repertoire: Repertoire, window: Setting) -> list
 
 
 def window_verbs(window: Setting) -> Iterator[Verb]:
-    """Yield the verbs that train on one window; the engine counts steps, and its caller makes one at the end."""
+    """Yield the verbs that train on one window: an engine that owns the window gets a step after each micro-batch.
+
+    A caller that owns the window makes one step at its end.
+    """
     is_by_engine = window.owner is AccumulationOwner.ENGINE
     for micro in range(window.accumulation_steps):
         yield Verb(Act.FORWARD)

@@ -23,7 +23,7 @@ RUN_FILE, SESSION_FILE, COMBINED_FILE = "run", "session", "combined"
 
 
 def make_measured_observer(engine: str, folder: Path) -> Callable[..., None]:
-    """Return ``observe_programs`` with a measurement of the sources of ``engine``, which ranks write into ``folder``.
+    """Return ``observe_programs`` with a measurement of the sources of ``engine``; ranks write it into ``folder``.
 
     Raises UsageError if coverage.py is missing.
     """
@@ -62,14 +62,14 @@ def observe_with_coverage(
         measurement.stop()
         data = measurement.get_data()
         if data.measured_files():
-            data.touch_files(files)  # so that files of which nothing was reached are reported as well
+            data.touch_files(files)  # so that files in which nothing was reached are also reported
         measurement.save()
 
 
 class EngineCoverage:
-    """The arcs that the draws of one hunt have reached, in this session and in earlier ones.
+    """The arcs that the draws of one hunt have reached, in this session and in earlier sessions.
 
-    ``folder`` has the files of the ranks, of the sessions, and the combined one.
+    ``folder`` has the files of the ranks, the files of the sessions, and the combined file.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -102,7 +102,7 @@ class EngineCoverage:
         return count
 
     def collect(self) -> int:
-        """Move what the ranks have written into the file of this session; return the number of new arcs."""
+        """Move the data that the ranks have written into the file of this session; return the number of new arcs."""
         from coverage import CoverageData
         from coverage.exceptions import DataError
 

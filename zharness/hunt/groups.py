@@ -18,9 +18,9 @@ PLAIN_LAYERS = (LayerKind.LINEAR, LayerKind.MATRIX, LayerKind.RELU, LayerKind.GE
 
 @dataclass
 class AlarmGroup:
-    """Alarms with one cause: the smallest programs fail alike (``find_cause``), and need the same options.
+    """Alarms with one cause: their smallest programs have the same cause (``find_cause``) and need the same options.
 
-    ``known`` says where the cause is recorded already; it is empty for a new one. ``script`` is the name of the
+    ``known`` says where the cause is already recorded; it is empty for a new cause. ``script`` is the name of the
     exported script, and ``draws`` are the numbers of the draws that raised the alarm.
     """
 
@@ -40,7 +40,7 @@ class AlarmGroup:
     def has_cause(self, cause: AlarmCause, smallest: Program) -> bool:
         """Return whether an alarm with this cause belongs to the group; ``smallest`` is its shrunk program.
 
-        The cause, the options and the mesh of the shrunk program have to be those of the group.
+        The shrunk program has to have the same cause, options and mesh as the group.
         """
         has_setting = set(self.smallest.options) == set(smallest.options) and self.smallest.mesh == smallest.mesh
         return self.cause == cause and has_setting
@@ -83,7 +83,7 @@ def contains_program(program: Program, smaller: Program) -> bool:
 
 
 def count_layers(program: Program) -> Counter[LayerKind]:
-    """Count the layers of each kind, except the first ones, dense layers and activations, which replace each other."""
+    """Count the layers of each kind, except first layers, dense layers and activations, which replace each other."""
     ignored = (*SOURCE_KINDS, *PLAIN_LAYERS)
     return Counter(layer.kind for layer in program.walk() if layer.kind not in ignored)
 
@@ -100,7 +100,7 @@ def is_like(verb: Verb, wanted: Verb) -> bool:
 
 
 def find_group(groups: Sequence[AlarmGroup], cause: AlarmCause, smallest: Program) -> AlarmGroup | None:
-    """Return the group of an alarm whose smallest program is ``smallest``, or None if it is the first of its cause."""
+    """Return the group of an alarm whose smallest program is ``smallest``, or None if the cause has no group yet."""
     return next((group for group in groups if group.has_cause(cause, smallest)), None)
 
 

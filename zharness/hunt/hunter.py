@@ -18,7 +18,7 @@ from zharness.run.record import Verdict
 from zharness.workload.programs import Program
 from zharness.world import Isolation
 
-REFUSED = "zharness.errors.ConfigError"  # the engine refuses a combination of options, which is no failure
+REFUSED = "zharness.errors.ConfigError"  # the engine refuses a combination of options, which is not a failure
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class HuntLimits:
 class Hunter:
     """A hunter, which runs the draws of a space on one engine.
 
-    ``find_known(program, outcome)`` says where a failure is recorded, or ''. ``export(group)`` writes the script of a
-    group and returns its name and the result of its run. ``report`` shows the progress. ``collect_arcs`` returns the
-    number of the engine's arcs that runs have reached since its last call and no earlier one had; 0 if unknown.
+    ``find_known(program, outcome)`` returns the place where a failure is recorded, or ''. ``export(group)`` writes the
+    script of a group and returns its name and the result of its run. ``report`` shows the progress. ``collect_arcs``
+    returns the number of the engine's arcs that were reached for the first time since its last call; 0 if unknown.
     """
 
     space: Space
@@ -51,7 +51,7 @@ class Hunter:
         """Run draws after those of the log, until a limit is reached. The alarm of the last draw is still shrunk."""
         deadline = None if limits.seconds is None else time.monotonic() + limits.seconds
         done = self.log.state.draw_count
-        parents: list[Program] = []  # whose settings led to new arcs
+        parents: list[Program] = []  # programs with settings that led to new arcs
         for draw in iter_draws(self.space, seed, self.coverage, parents):
             if draw.number <= done:
                 if draw.number in self.log.state.productive_draws:
@@ -108,9 +108,9 @@ class Hunter:
     def shrink(
         self, program: Program, outcome: ProgramOutcome, signature: FailureSignature
     ) -> tuple[Program, ProgramOutcome]:
-        """Return the smallest program that fails alike on new ranks, and its outcome there.
+        """Return the smallest program that fails in the same way on new ranks, and its outcome on new ranks.
 
-        If the result fails only on ranks that others had used, it is ``program`` itself.
+        If the smallest program fails only on ranks that other programs had used, ``program`` itself is returned.
         """
 
         def fails_alike(candidate: Program) -> bool:

@@ -1,4 +1,4 @@
-"""Find the expected failure or the reproduction that records the cause of an alarm already."""
+"""Find the expected failure or the reproduction that already records the cause of an alarm."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from zharness.run.program_runner import ProgramOutcome, program_options
 from zharness.run.record import Verdict
 from zharness.workload.programs import BACKWARD_ACTS, Act, LayerKind, Mark, Program
 
-_COMMON_WORDS = re.compile(r"^[a-z ]+:|\b(expected|got|step|rank|nan|inf)\b")  # of every mismatch
-# What a program has to have, one of these, to show a failure of a law of this group; other groups need nothing special.
+_COMMON_WORDS = re.compile(r"^[a-z ]+:|\b(expected|got|step|rank|nan|inf)\b")  # words of every mismatch
+# A program needs one of these names to show a failure of a law of this group; other groups need no special name.
 NEEDED_NAMES: Mapping[str, frozenset[Act | LayerKind | Mark]] = {
     "torch_func": frozenset((Act.TRANSFORM,)),
     "checkpointing": frozenset((LayerKind.CHECKPOINT, LayerKind.REENTRANT)),
@@ -34,17 +34,17 @@ NEEDED_NAMES: Mapping[str, frozenset[Act | LayerKind | Mark]] = {
     "idle": frozenset((LayerKind.SOMETIMES, LayerKind.UNUSED, Act.IDLE)),
     "resources": frozenset(),  # memory and traffic, which no program compares
 }
-SECOND_BACKWARD_GROUPS = ("double_backward", "window")  # laws of several backwards before a step
-MIN_SIGNATURE_LETTERS = 8  # a shorter signature, such as KeyError: 0, says too little
+SECOND_BACKWARD_GROUPS = ("double_backward", "window")  # groups of laws with several backwards before a step
+MIN_SIGNATURE_LETTERS = 8  # a shorter signature, such as KeyError: 0, does not identify a cause
 
 
 def find_known(
     engine: str, version: str, program: Program, outcome: ProgramOutcome, claims: Capabilities, needed: tuple[str, ...]
 ) -> str:
-    """Return where the failure of ``program`` is recorded, or '' if it is new.
+    """Return the place where the failure of ``program`` is recorded, or '' if it is new.
 
-    ``program`` is shrunk, so it needs each of its options, except ``needed``, which every program of its stage has. A
-    record that does not name one of the options is of another cause.
+    ``program`` is shrunk, so its failure needs each of its options, except ``needed``, which every program of its stage
+    has. An entry that names none of these options is about another cause.
     """
     options = tuple(name for name in program.options if name not in needed)
     for entry in expected_failures_for(engine):
@@ -72,9 +72,9 @@ def find_known(
 
 
 def can_show_law(program: Program, law: str) -> bool:
-    """Return whether a failure of ``program`` can be one of ``law``, which may be a pattern: it uses what the law does.
+    """Return whether the failure of ``program`` may break ``law``, a law or a pattern, because it has the needed verbs.
 
-    ``program`` is shrunk, so it has nothing that its failure does not need.
+    ``program`` is shrunk, so its failure needs everything that the program has.
     """
     group = law.partition(".")[0]
     if group in SECOND_BACKWARD_GROUPS:
@@ -90,9 +90,9 @@ def list_names(program: Program) -> set[Act | LayerKind | Mark]:
 
 
 def explain_changed_numbers(program: Program, outcome: ProgramOutcome, claims: Capabilities) -> str:
-    """Return why a wrong number may be none: the program needs an option that may change numbers. Else return ''.
+    """Return the reason why a wrong number may be no bug: the program needs an option that may change numbers; else ''.
 
-    No option excuses what a rank raised, such as a gradient that is missing.
+    No option excuses an exception of a rank, such as that of a missing gradient.
     """
     reasons = {name: claims.engine_options[name].changes_numbers for name in program.options}
     found = [f"to be judged by a person, as {name} may change numbers: {why}" for name, why in reasons.items() if why]
@@ -101,7 +101,7 @@ def explain_changed_numbers(program: Program, outcome: ProgramOutcome, claims: C
 
 
 def covers_program(entry: ExpectedFailure, program: Program, options: tuple[str, ...], version: str) -> bool:
-    """Return whether the setting of ``program`` is one of those that ``entry`` covers, in whatever law."""
+    """Return whether ``entry`` covers the setting of ``program``, regardless of the entry's laws."""
     narrowed = (
         (entry.stages, program.stage),
         (entry.world_sizes, program.world_size),
@@ -115,7 +115,7 @@ def covers_program(entry: ExpectedFailure, program: Program, options: tuple[str,
 
 
 def names_window(entry: ExpectedFailure, program: Program) -> bool:
-    """Return whether ``entry`` names the window of ``program``, alone or beside options that ``program`` has."""
+    """Return whether ``entry`` names the window of ``program``, alone or together with options of ``program``."""
     return any(
         window_name(program) in setting.split(SEPARATOR)
         and {*program.options}.issuperset(Setting.parse(setting).options)
@@ -124,11 +124,11 @@ def names_window(entry: ExpectedFailure, program: Program) -> bool:
 
 
 def is_recorded_cause(entry: ExpectedFailure, outcome: ProgramOutcome) -> bool:
-    """Return whether the verdict is that of ``entry`` and the cause has one of its signatures.
+    """Return whether ``outcome`` has the verdict of ``entry``, and one of its signatures in the cause.
 
     Numbers may differ in the message of an exception, but not in the hint of a wrong number, such as a factor. So a
-    signature that leaves a value or a factor open records no cause: it is for cells of one law. If the entry has
-    details, one of them has to occur in the reports of the ranks; a signature may then be short.
+    signature of a wrong number that leaves a value or a factor open does not count: it matches only cells of one law.
+    If the entry has details, one of them has to occur in the reports of the ranks; a signature may then be short.
     """
     if entry.verdict != outcome.verdict.value:
         return False
@@ -143,13 +143,13 @@ def is_recorded_cause(entry: ExpectedFailure, outcome: ProgramOutcome) -> bool:
             else has_signature(outcome.cause, signature)
         )
         for signature in entry.signatures
-        # A count of wrong elements belongs to one model.
+        # A signature with a number of wrong elements belongs to one model.
         if is_crash or not (signature.startswith("only ") or leaves_a_value_open(signature))
     )
 
 
 def has_text(signature: str) -> bool:
-    """Return whether ``signature`` has enough letters to be told from other causes, beside words of every mismatch."""
+    """Return whether ``signature`` has enough letters to identify a cause, without the words of every mismatch."""
     return (
         sum(character.isalpha() for character in _COMMON_WORDS.sub("", signature.replace(NUMBER, "")))
         > MIN_SIGNATURE_LETTERS

@@ -38,7 +38,7 @@ class DrawRecord:
 
 @dataclass
 class HuntState:
-    """What earlier calls with the same log did: the number of draws, the groups, and the verdicts by number.
+    """The results of earlier calls with the same log: the number of draws, the groups, and the verdicts by number.
 
     ``productive_draws`` are the numbers of the draws that reached new arcs of the engine.
     """
@@ -128,7 +128,7 @@ class HuntLog:
         self._write({**line, **outcome_as_json(group.outcome), **facts})
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        """Append one line, so that a process that is killed loses at most the line that it writes."""
+        """Append one line; a process that is killed loses at most the line that it is writing."""
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
 

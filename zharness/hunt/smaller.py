@@ -1,4 +1,4 @@
-"""Shrink an alarm in its setting and its program at once, to the smallest program that fails in the same way."""
+"""Shrink the setting and the program of an alarm together, to the smallest program that fails in the same way."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from zharness.run.record import Verdict
 from zharness.workload.legal_programs import legal_verbs, smaller_programs
 from zharness.workload.programs import Program
 
-# Runs per alarm. After a crash new ranks have to be forked, and a hang takes the whole time limit.
+# The limit on runs for each alarm. After a crash, new ranks have to be forked, and a hang takes the whole time limit.
 MAX_RUNS = {Verdict.FAIL: 150, Verdict.CRASH: 80, Verdict.HANG: 4}
 
 
 @dataclass(frozen=True)
 class Shrunk:
-    """The smallest program that fails as the first one, and the number of programs that were run to find it."""
+    """The smallest program that fails in the same way, and the number of programs that were run to find it."""
 
     program: Program
     runs: int
 
 
 def shrink_program(space: Space, program: Program, verdict: Verdict, fails_alike: Callable[[Program], bool]) -> Shrunk:
-    """Return the smallest program that ``fails_alike``, found with a limited number of runs."""
+    """Return the smallest program for which ``fails_alike`` is true, found with a limited number of runs."""
     limit = MAX_RUNS[verdict]
     seen = {program}
     while True:
@@ -43,7 +43,7 @@ def shrink_program(space: Space, program: Program, verdict: Verdict, fails_alike
 
 
 def iter_smaller(space: Space, program: Program) -> Iterator[Program]:
-    """Yield programs that the engine can run and that lack something of ``program``: settings first, then verbs."""
+    """Yield programs that the engine can run and that lack a part of ``program``: settings first, then verbs."""
     for candidate in (*iter_simpler_settings(space, program), *iter_smaller_texts(space, program)):
         if not explain_unsupported(candidate, space.claims_at[candidate.stage]):
             yield candidate
@@ -54,7 +54,7 @@ def iter_simpler_settings(space: Space, program: Program) -> Iterator[Program]:
     needed = space.get_kernel_options(program.stage) or ()
     drawn = [name for name in program.options if name not in needed]
     for size in range(len(drawn)):
-        # First without all options, then without one of two.
+        # Remove all options first, then one of two options.
         for kept in {tuple(drawn[:size]), tuple(drawn[len(drawn) - size :])}:
             yield replace(program, options=(*needed, *kept))
     for window in (1, 2):
@@ -78,9 +78,9 @@ def iter_simpler_settings(space: Space, program: Program) -> Iterator[Program]:
 
 
 def iter_fewer_copies(program: Program) -> Iterator[Program]:
-    """Yield ``program`` with fewer copies of the same shards, first one, and then with as many ranks and no mesh.
+    """Yield ``program`` with fewer replicas of the same shards, beginning with one, then without a mesh on all ranks.
 
-    What fails without the mesh has no cause of the mesh's own.
+    If the program also fails without the mesh, the mesh is not the cause.
     """
     if not program.mesh.sizes:
         return
@@ -92,7 +92,7 @@ def iter_fewer_copies(program: Program) -> Iterator[Program]:
 
 
 def with_window(space: Space, program: Program, window: int) -> Program:
-    """Return ``program`` with a smaller window, without the verbs that are illegal in it."""
+    """Return ``program`` with a smaller window, without the verbs that are illegal in the smaller window."""
     limits = space.get_repertoire(program.stage, program.options).limits
     owner = program.window_owner if window > 1 else "engine"
     verbs = legal_verbs(program.layers, program.verbs, limits, window, owner)

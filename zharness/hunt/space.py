@@ -1,4 +1,4 @@
-"""Define what draws may vary for one engine, and the pairs of values that they should cover."""
+"""Define the values that draws may take for one engine, and the pairs of values that draws should cover."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class Repertoire:
 class Space:
     """The values that draws may take for one engine on ``mesh``.
 
-    ``claims_at`` maps each stage to what the engine claims there on the mesh. ``excluded_names`` are layers, verbs,
-    marks and options to leave out, and ``max_outputs`` limits the outputs that a program keeps for later backwards.
+    ``claims_at`` maps each stage to the claims of the engine on the mesh. ``excluded_names`` are layers, verbs, marks
+    and options to leave out, and ``max_outputs`` limits the outputs that a program keeps for later backwards.
     """
 
     engine: str
@@ -56,11 +56,12 @@ class Space:
     _repertoires: dict[tuple[int, tuple[str, ...]], Repertoire] = field(default_factory=dict, compare=False)
 
     def list_options(self, stage: int) -> list[str]:
-        """Return the options that this machine can run at ``stage``, that are not excluded and not for some laws only.
+        """Return the options at ``stage`` that this machine can run, without excluded options and options of some laws.
 
-        A program is judged by its gradients after each backward, and by steps that are replayed. An option for some
-        laws has an effect on what no program has, as a schedule, moves the reduction into the step, has an optimizer
-        whose operations are not torch's, or breaks all programs alike; docs/hunt.md names each.
+        A program is judged by its gradients after each backward, and by steps that are replayed. So an option that is
+        restricted to some laws cannot be drawn: it affects things that programs do not have, such as a schedule, moves
+        the reduction into the step, has an optimizer whose operations are not torch's, or breaks all programs;
+        docs/hunt.md names each.
         """
         return [
             name
@@ -70,18 +71,18 @@ class Space:
 
     @cached_property
     def stages(self) -> tuple[int, ...]:
-        """The stages at which programs can be judged: those with torch's kernels, maybe through an option."""
+        """The stages at which programs can be judged: those with torch's kernels, by default or under an option."""
         return tuple(stage for stage in sorted(self.claims_at) if self.get_kernel_options(stage) is not None)
 
     def get_kernel_options(self, stage: int) -> tuple[str, ...] | None:
-        """Return the options without which no program can be judged at ``stage``; None if it cannot be judged."""
+        """Return the options that every program at ``stage`` needs to be judged; None if no option allows it."""
         if stage not in self.claims_at[stage].own_kernels:
             return ()
         known = self.claims_at[stage].engine_options
         return next(((name,) for name in self.list_options(stage) if known[name].has_torch_kernels), None)
 
     def complete_options(self, stage: int, names: Iterable[str]) -> tuple[str, ...] | None:
-        """Return ``names`` with the options that ``stage`` needs; None if the engine cannot set them together there."""
+        """Return ``names`` with the options that ``stage`` needs; None if the engine cannot set all these options."""
         if stage not in self.stages:
             return None
         needed = self.get_kernel_options(stage) or ()
@@ -92,7 +93,7 @@ class Space:
         return None if find_exclusion({name: known[name] for name in complete}) else complete
 
     def get_repertoire(self, stage: int, options: tuple[str, ...]) -> Repertoire:
-        """Return what the engine claims at ``stage`` with ``options``."""
+        """Return the repertoire that the engine claims at ``stage`` with ``options``."""
         if (stage, options) not in self._repertoires:
             claims = self.claims_at[stage]
             dtypes = [claims.engine_options[name].dtypes or claims.dtypes for name in options]

@@ -1,4 +1,4 @@
-"""List how programs show recorded bugs whose scripts or cells fail with other words."""
+"""List the symptoms of recorded bugs in programs, for bugs whose scripts or cells fail with another message."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Symptom:
     """A failure of programs that the reproduction with the id ``repro`` explains.
 
     ``text`` occurs in the cause. The program has a stage of ``stages``, a dtype of ``dtypes``, all of ``needs``, and
-    one of ``options`` unless that is empty; it may have further options. It has no mesh, as no reproduction here needs
-    one: a smallest program that has a mesh fails for another reason.
+    one of ``options`` unless that is empty; it may have further options. It has no mesh, because no reproduction here
+    needs a mesh: a smallest program that has a mesh fails for another reason.
     """
 
     engine: str
@@ -70,7 +70,7 @@ NO_SYNC_SOMETIMES: frozenset[Act | LayerKind | Mark] = frozenset({Act.NO_SYNC, L
 TWO_REGIONS = frozenset({LayerKind.TWICE, LayerKind.REENTRANT})
 INPUT_GRAD = frozenset({Act.INPUT_GRAD})
 
-# The first that matches counts, so that those with options precede those without.
+# The first symptom that matches counts, so symptoms with options precede symptoms without options.
 SYMPTOMS = (
     Symptom("deepspeed", "offload-old-gradient", OLD_GRADIENT_HINT, SHARDED, options=OFFLOAD),
     Symptom(
@@ -138,12 +138,12 @@ SYMPTOMS = (
     ),
     Symptom("fsdp2", "reset-keeps-gradients", "got nan", (2, 3), FAILED_BACKWARD | {Mark.UNSEEN}),
     Symptom("fsdp2", "reset-keeps-gradients", "reduction: norm ", (2, 3), FAILED_BACKWARD | {Mark.UNSEEN}),
-    # The state in which a failed backward leaves a group: with this option an embedding is then not gathered.
+    # A failed backward leaves its group in a state in which, with this option, an embedding is not gathered.
     Symptom(
         *("fsdp2", "reset-keeps-gradients", "aten.embedding.default got mixed torch.Tensor and DTensor", (2, 3)),
         *(FAILED_BACKWARD, frozenset({"embeddings_stay_sharded"})),
     ),
-    # What is kept is added up in the dtype of the weights, whatever the dtype of the reduction is.
+    # The kept gradients are added up in the dtype of the weights, regardless of the reduce dtype.
     Symptom(
         *("fsdp2", "reset-keeps-gradients", "local gradient: ", (2, 3)),
         *(FAILED_BACKWARD, frozenset({"iteration_reset"})),
@@ -153,7 +153,8 @@ SYMPTOMS = (
     Symptom("fsdp2", "164929", "optimizer: ", (2, 3), frozenset({Act.SAVE})),
     Symptom("fsdp2", "164929", "reports as state has the wrong names", (2, 3), frozenset({Act.SAVE, Act.LOAD})),
     Symptom("fsdp2", "164929", "reports as looked-state has the wrong names", (2, 3), frozenset({Act.SAVE, Act.LOOK})),
-    # With any option: one that takes a shard from each rank, such as two_replicas, shows what else needs one rank.
+    # These match with any option: with an option such as two_replicas, which takes a shard from each rank, several
+    # ranks show a bug that otherwise needs one rank.
     *(
         Symptom("fsdp2", "113203", text, (2, 3), frozenset({Act.INFERENCE}))
         for text in (

@@ -1,4 +1,4 @@
-"""Say which functions and branches of an engine no draw has reached, the most promising first."""
+"""List the functions and branches of an engine that no draw has reached, the most promising first."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-MAX_LISTED = 15  # functions, and functions with branches, in the output; the file has all
-MAX_BRANCHES = 3  # named for each function
-MAX_FILES = 5  # named
+MAX_LISTED = 15  # functions, and functions with branches, that the output lists; the file lists all
+MAX_BRANCHES = 3  # branches that are named for each function
+MAX_FILES = 5  # files that are named
 
 
 @dataclass(frozen=True)
 class SourceFunction:
-    """A function of an engine: its file, its name, its statements, and what of it was not reached.
+    """A function of an engine: its file, its name, its statements, and its statements and branches not reached.
 
     ``line`` is the first statement that was not reached. ``missing_branches`` are pairs of lines; a negative second
     line is the end of the function.
@@ -35,7 +35,7 @@ class SourceFunction:
         return self.missing_count < self.statement_count
 
     def describe(self) -> str:
-        """Describe what of the function was not reached."""
+        """Describe the part of the function that was not reached."""
         if not self.is_entered:
             return f"{self.file}:{self.line} {self.name}, {self.statement_count} statements"
         named = [f"{one}->{'end' if other < 0 else other}" for one, other in self.missing_branches[:MAX_BRANCHES]]
@@ -82,10 +82,11 @@ def shorten_path(path: str) -> str:
 
 
 def sort_functions(functions: Sequence[SourceFunction]) -> list[SourceFunction]:
-    """Return the functions that were not reached as a whole, the most promising first.
+    """Return the functions that were not reached completely, the most promising first.
 
-    First are those never entered: large ones in files of which much was reached, as a further option may lead there.
-    Then come entered ones, by their branches.
+    Functions that were never entered come first, ordered by their size times the share of their file's functions that
+    were entered, because a further option may lead to them. Then come entered functions, ordered by the number of their
+    missing branches.
     """
     by_file: dict[str, list[SourceFunction]] = {}
     for function in functions:
@@ -103,7 +104,7 @@ def sort_functions(functions: Sequence[SourceFunction]) -> list[SourceFunction]:
 
 
 def describe_unreached(functions: Sequence[SourceFunction], limit: int | None = MAX_LISTED) -> str:
-    """Describe how much was reached, and list up to ``limit`` functions never entered and as many with branches."""
+    """Describe how much was reached; list up to ``limit`` functions never entered, and with missing branches each."""
     statements = sum(each.statement_count for each in functions)
     reached = statements - sum(each.missing_count for each in functions)
     entered = [each for each in functions if each.is_entered]

@@ -53,9 +53,10 @@ def plan_kill_attempts(
 
 
 def plan_targets(mutant: Mutant, law: Law) -> list[PlannedCell]:
-    """Return the cells of ``law`` that have to kill ``mutant``, without those that it does not claim to support.
+    """Return the cells of ``law`` that have to kill ``mutant``, without cells that the mutant does not support.
 
-    A target runs even if the correct engine is known to fail there: part and parameter distinguish the two failures.
+    A target runs even if the correct engine is known to fail in the cell: the part of the step and the parameter
+    distinguish the two failures.
     """
     cells = [make_target_cell(mutant, target) for target in mutant.targets if target.law == law.name]
     return [PlannedCell(cell) for cell in cells if not unsupported_reason(law, cell, mutant.claims(cell.stage))]

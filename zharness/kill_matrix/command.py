@@ -30,7 +30,7 @@ RunCells = Callable[[Sequence[PlannedCell], Sequence[Runner]], Iterator[Record]]
 
 
 class Scope(Enum):
-    """What runs on each mutant: each selected law until it kills the mutant, or every target of the mutant."""
+    """The cells that run on each mutant: each selected law until it kills the mutant, or all targets of the mutant."""
 
     EVERY_LAW = "every"
     TARGETS = "targets"
@@ -41,8 +41,8 @@ class KillOptions:
     """The options of ``zharness mutants``.
 
     ``laws``, ``world_sizes`` and ``models`` select the cells that are run on each mutant. ``timeout`` is the time limit
-    of one cell in seconds, and ``parallel_cells`` is the number of cells that run at the same time. With the scope of
-    targets, a mutant's targets of the selected laws run, on their own world sizes and models.
+    of one cell in seconds, and ``parallel_cells`` is the number of cells that run at the same time. With
+    ``Scope.TARGETS``, the targets of the selected laws run, with the world sizes and models of the targets.
     """
 
     laws: tuple[str, ...] = ()
@@ -54,7 +54,7 @@ class KillOptions:
 
 
 def select_mutants_of_device(mutants: Sequence[Mutant]) -> list[Mutant]:
-    """Return the mutants that are broken on this run's device, and print how many others there are.
+    """Return the mutants that are broken on this run's device, and print how many mutants are left out.
 
     Raises UsageError if none is left.
     """
@@ -112,9 +112,9 @@ def run_mutants(patterns: tuple[str, ...], options: KillOptions, jsonl: Path | N
 
 
 def plan_attempts(mutants: Sequence[Mutant], laws: Sequence[Law], options: KillOptions) -> Iterator[KillAttempts]:
-    """Yield the attempts of each pair of a mutant and a law, or one for each target.
+    """Yield the attempts of each pair of a mutant and a law; with ``Scope.TARGETS``, yield one attempt for each target.
 
-    Pairs with a target are first, so that an interrupted run has run the laws that are likeliest to kill the mutants.
+    Pairs with a target come first, so that even an interrupted run has run the laws that most likely kill the mutants.
     """
     pairs = [(mutant, law) for mutant in mutants for law in laws]
     for mutant, law in sorted(pairs, key=lambda pair: pair[1].name not in pair[0].named_laws):

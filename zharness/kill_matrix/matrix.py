@@ -90,7 +90,7 @@ class KillMatrix:
         return killed_count, messages
 
     def survived_targets(self) -> list[Record]:
-        """Return the records of targets that have to kill their mutant and do not, without errors of the harness."""
+        """Return the records of targets that did not kill their mutant, without errors of the harness."""
         targets = {make_target_cell(mutant, target) for mutant in self.mutants for target in mutant.targets}
         ended = [record for record in self.records if record.cell in targets and not record.verdict.is_broken]
         return [record for record in ended if record.verdict is not Verdict.ERROR]
@@ -102,8 +102,8 @@ class KillMatrix:
     def exit_code(self) -> int:
         """Return 3 if the harness failed in a cell, 1 if the matrix shows a problem, or 0.
 
-        A problem is a mutant that survives all laws or a target, an equivalent mutant that is killed, or a law that has
-        no use.
+        A problem is a mutant that survives all laws or one of its targets, an equivalent mutant that is killed, a law
+        that kills no mutant, or a law that is no mutant's only killer and has no reason to be kept.
         """
         if self.errors():
             return 3

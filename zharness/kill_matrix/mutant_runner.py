@@ -12,8 +12,8 @@ class MutantRunner(Runner):
     """A runner that uses one rank server for all mutants, and that reads the claims of mutants without building them.
 
     Mutants run one after the other in the same pooled ranks. This is safe because a mutant breaks only its own instance
-    or restores on ``close`` what it replaced, and because a rank in which a cell raised, hung or died is not used
-    again.
+    or restores on ``close`` the functions that it replaced, and because a rank in which a cell raised, hung or died is
+    not used again.
     """
 
     def __init__(self, timeout: float = 60.0, seed: int = 0, isolation: Isolation = Isolation.POOLED) -> None:

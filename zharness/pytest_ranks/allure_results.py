@@ -1,8 +1,8 @@
-"""Carry what a test on ranks tells allure (steps, attachments, labels, ...) to the one result of the pytest process.
+"""Send the allure data of a test on ranks (steps, attachments, labels, ...) to the one result of the pytest process.
 
-On a rank allure's hooks of pytest are silent (``listeners.py``), but ``allure.step`` and ``allure.attach`` still call
-its listener, which adds to the last result that was scheduled. A rank schedules an empty result for each test and sends
-it. Files of attachments are written by the rank, to the folder of the session.
+On a rank, allure's pytest hooks are silent (``listeners.py``), but ``allure.step`` and ``allure.attach`` still call
+allure's listener, which adds to the last result that was scheduled. So each rank schedules an empty result for each
+test, and sends that result afterwards. The rank itself writes the files of attachments to the folder of the session.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def start_result(config: pytest.Config) -> None:
     """Let allure add to an empty result of this rank from now on; no effect without ``--alluredir``."""
     logger = get_logger(config)
     if logger is not None:
-        take_results(config)  # of a test that raised before it was taken
+        take_results(config)  # remove the result of a test that raised before its result was taken
         logger.schedule_test(RANK_RESULT, sys.modules["allure_commons.model2"].TestResult())
 
 
 def take_results(config: pytest.Config) -> tuple[bytes, ...]:
-    """Return the result of this rank, pickled, or nothing if it is empty, and let allure add to it no more."""
+    """Return the pickled result of this rank, or nothing if it is empty, and stop allure from adding to it."""
     logger = get_logger(config)
     result = logger.get_test(RANK_RESULT) if logger is not None else None
     if result is None:
@@ -41,8 +41,8 @@ def take_results(config: pytest.Config) -> tuple[bytes, ...]:
 def add_results(config: pytest.Config, results: Mapping[int, tuple[bytes, ...]]) -> None:
     """Add the results of the ranks, by rank, to the result of the test that this process reports now.
 
-    Those of rank 0 are added as they are. The steps and attachments of another rank that differ from those of rank 0
-    are added within a step that names the rank; of equal ones, the files of the attachments are removed.
+    The result of rank 0 is added unchanged. If the steps and attachments of another rank differ from those of rank 0,
+    they are added within a step that names the rank; if they are equal, the files of their attachments are removed.
     """
     logger = get_logger(config)
     shown = logger.get_test(None) if logger is not None else None
@@ -68,7 +68,7 @@ def get_logger(config: pytest.Config) -> Any:
 
 
 def merge_result(shown: Any, result: Any) -> None:
-    """Add what a test told allure on rank 0 to the result ``shown``, as if it had run in this process."""
+    """Add the allure data of a test on rank 0 to the result ``shown``, as if the test had run in this process."""
     for name in TEXTS:
         setattr(shown, name, getattr(result, name) or getattr(shown, name))
     replaced = {parameter.name for parameter in result.parameters}
@@ -100,7 +100,7 @@ def outline(result: Any, folder: Path) -> object:
 
 
 def read_file(file: Path) -> bytes:
-    """Return the content of an attachment; nothing if the test has removed it."""
+    """Return the content of an attachment; empty bytes if the test has removed the file."""
     return file.read_bytes() if file.exists() else b""
 
 

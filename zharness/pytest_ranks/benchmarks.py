@@ -1,7 +1,7 @@
-"""Measure with pytest-benchmark on several ranks: all ranks run equally many rounds, and one result is reported.
+"""Measure with pytest-benchmark on several ranks: all ranks run the same number of rounds, and one result is reported.
 
-A round takes as long as its slowest rank. The ranks exchange the durations, so that calibration, which follows from
-durations, is the same on all ranks; the exchange itself is not measured.
+A round takes as long as its slowest rank. The ranks exchange the durations of each round, so that the calibration,
+which depends on durations, is the same on all ranks. The exchange itself is not measured.
 """
 
 from __future__ import annotations

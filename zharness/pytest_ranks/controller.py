@@ -77,7 +77,7 @@ class RankTestController:
             rank_coverage.silence_worker_coverage()
         warm_engines = sorted({requirements.warm_engine for requirements in rank_tests.values()})
         self._servers = {engine: self._make_server(engine, test_runner) for engine in warm_engines}
-        # A server can be forked only now, before fixtures are set up; so fork the replacement of a killed one as well.
+        # Servers can be forked only now, before fixtures are set up; so also fork spare servers for killed ones.
         self._spare_servers = {engine: self._make_server(engine, test_runner) for engine in warm_engines}
 
     def _make_server(self, warm_engine: str, test_runner: RankTestRunner) -> RankServer:
@@ -115,7 +115,7 @@ class RankTestController:
     def pytest_tear_down_pools(
         self, item: pytest.Item, nextitem: pytest.Item | None
     ) -> Generator[None, object, object]:
-        """After every test, tear down those fixtures in rank pools that the next test does not need, as pytest does."""
+        """After every test, tear down the fixtures in rank pools that the next test does not need, as pytest does."""
         result = yield
         self._tear_down_pools(nextitem)
         return result
@@ -154,7 +154,7 @@ class RankTestController:
             if item is self._attempted_item:
                 plugin_support.count_failed_subtests(item, inner_reports)
             reports = self._replay.replay(item, nextitem, reports, side_effects)
-            reports[1:1] = inner_reports  # after setup, as without ranks
+            reports[1:1] = inner_reports  # insert them after setup, as pytest logs them without ranks
         self._log_reports(item, reports, side_effects)
         if requirements.isolation is Isolation.POOLED and is_pool_spent(outcome, side_effects, reports):
             self._retire_pool(get_pool_key(requirements))
@@ -251,7 +251,7 @@ class RankTestController:
         finally:
             reclaim_terminal(self._terminal)
             if requirements.isolation is Isolation.FRESH:
-                # Pooled ranks keep it: they number their temporary directories in it until they end.
+                # Keep the directory for pooled ranks, which number their temporary directories in it until they end.
                 remove_empty_dirs(test_dir)
 
     def _replace_dead_server(self, warm_engine: str) -> None:

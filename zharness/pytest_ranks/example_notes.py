@@ -1,4 +1,4 @@
-"""Send and read the notes of ranks that have ended a Hypothesis example and wait for the others."""
+"""Send and read the notes of ranks that have ended a Hypothesis example and wait for the other ranks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from zharness.world.current_rank import current_rank, is_rank
 from zharness.world.messages import RankStatus
 from zharness.world.outcome import RankOutcome
 
-# Time for peers to send their verdicts before this rank sends a note: of its exception, or of its return. The server
-# then looks at the ranks' stacks four times a second, which an example that is slow on one rank alone should not need.
+# The time for peers to send their verdicts before this rank sends a note of its exception or of its return. After a
+# note, the server reads the ranks' stacks four times a second, which an example that is slow on one rank does not need.
 EXCEPTION_NOTE_SECONDS, RETURN_NOTE_SECONDS = 0.1, 1.0
 
 
@@ -28,7 +28,7 @@ def send_note(note: ExampleNote) -> None:
 
 
 def choose_departure(status: ExampleStatus) -> RankStatus:
-    """Return the status of a rank that waits for the others after an example that ended with ``status``."""
+    """Return the status of a rank that waits for other ranks after an example that ended with ``status``."""
     departures = {ExampleStatus.FAILED: RankStatus.PART_FAILED, ExampleStatus.PASSED: RankStatus.PART_ENDED}
     return departures.get(status, RankStatus.PART_LEFT)
 
@@ -37,7 +37,7 @@ def choose_departure(status: ExampleStatus) -> RankStatus:
 def note_while_waiting(note: ExampleNote) -> Iterator[None]:
     """Send ``note`` if the block, which waits for the peers, takes long.
 
-    If the block ends nevertheless, a note with the status OK replaces the note.
+    If the block ends after the note was sent, send another note with the status OK, which replaces the first one.
     """
     if not is_rank():
         yield

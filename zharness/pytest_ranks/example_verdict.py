@@ -52,7 +52,7 @@ class ExampleVerdict:
 
 
 def make_verdict(error: BaseException | None, arguments: str, example: Any) -> ExampleVerdict:
-    """Make the verdict on ``example``, Hypothesis' ConjectureData; ``error`` is what the example raised, or None."""
+    """Make the verdict on ``example``, Hypothesis' ConjectureData; ``error`` is the example's exception, or None."""
     status = classify_error(error)
     origin = find_error_origin(error) if error is not None and status is ExampleStatus.FAILED else None
     text = summarize_error(error) if error is not None else ""
@@ -144,7 +144,7 @@ def describe_departure(verdict: ExampleVerdict) -> str:
 
 
 def find_common_failure(message: str) -> str:
-    """Return the line of an ExampleFailed that says which ranks failed and how; "" for a message of another error."""
+    """Return the line of an ExampleFailed that says which ranks failed and how; "" for the message of another error."""
     before, _, failure = message.partition("ExampleFailed: ")
     return failure.partition("\n")[0] if before in ("", f"{__package__}.hypothesis_sync.") else ""
 

@@ -4,8 +4,8 @@ Every rank runs Hypothesis' whole engine. The engines draw the same examples bec
 depend on clocks, and see the same outcome of every example: the ranks exchange their verdicts on each example, and all
 raise the same outcome.
 
-A rank that leaves an example by an exception may leave its peers in a collective, where they wait forever. The rank
-sends a note of its exception, and the test goes on, on new ranks (``known_examples.py``).
+If a rank leaves an example by an exception, its peers may wait forever in a collective. The rank sends a note of its
+exception, and the test continues on new ranks (``known_examples.py``).
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def sync_examples(
     """Keep the Hypothesis test of ``item`` synchronized with the other ranks while the block runs.
 
     Every rank has to enter this block around the call phase of the same item. The block has no effect if the item is
-    not a Hypothesis test. The test's body does not run on ``known`` examples. The test keeps those of its settings that
-    have the same effect on every rank; all patches are undone at the end of the block. Raises UsageError for a kind of
+    not a Hypothesis test. The test's body does not run on ``known`` examples. The test keeps only the settings that
+    have the same effect on every rank. All patches are undone at the end of the block. Raises UsageError for a kind of
     test that cannot run on several ranks, ExamplesDiverged if the ranks draw different examples, and the error of
     ``exchange`` if another rank has ended.
     """
@@ -141,7 +141,7 @@ def _list_patches(item: pytest.Item, function: Any, peers: _Peers) -> Iterator[t
     yield engine, "MAX_SHRINKING_SECONDS", float("inf")
     providers: Any = sys.modules.get("hypothesis.internal.conjecture.providers")
     if hasattr(providers, "_get_local_constants"):
-        # Newer versions draw constants from the imported modules, which differ if one rank imports more than another.
+        # Newer versions draw constants from the imported modules, which may differ between ranks.
         no_constants = providers.Constants()
         yield providers, "_get_local_constants", lambda: no_constants
         yield providers, "CONSTANTS_CACHE", {}
@@ -164,7 +164,7 @@ def _make_synced_settings(test_settings: settings) -> settings:
         test_settings,
         database=None,
         deadline=None,
-        # Hypothesis searches for a second bug for ten seconds by the clock.
+        # Hypothesis searches for a second bug for ten seconds of wall-clock time, which differ between ranks.
         report_multiple_bugs=False,
         # The explain phase depends on the lines that this rank has run.
         phases=[phase for phase in test_settings.phases if phase is not Phase.explain],
@@ -219,7 +219,7 @@ def _wrap_test_body(function: Any, peers: _Peers) -> Callable[..., Any]:
         if len({(verdict.status, verdict.origin, verdict.choices) for verdict in verdicts}) > 1:
             _raise_common_outcome(verdicts)
         if error is not None:
-            # All ranks raise the same error. Raise the original: it shows the diff and matches xfail(raises=...).
+            # All ranks raise the same error. Raise the original, which shows the diff and matches xfail(raises=...).
             raise error
         return result
 
@@ -263,7 +263,7 @@ class _Peers:
         try:
             yield
         except _EngineAborted as abort:
-            # Keep the traceback of the abort, which shows the test, instead of one that starts at this line.
+            # Keep the traceback of the abort, which shows the test, instead of a traceback that starts at this line.
             raise abort.error.with_traceback(abort.__traceback__) from None
         except (KeyboardInterrupt, pytest.exit.Exception):
             raise
@@ -290,7 +290,7 @@ class _Peers:
 
 
 def _repeat_outcome(known: KnownExamples, key: str, example: Any) -> None:
-    """Give the running example the outcome that it had on earlier ranks; reject an example that is not known."""
+    """Raise the outcome that the running example had on earlier ranks; reject an example that is not known."""
     __tracebackhide__ = True
     import hypothesis
 

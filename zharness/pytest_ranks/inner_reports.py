@@ -18,15 +18,15 @@ from zharness.pytest_ranks.rank_text import mask_addresses
 from zharness.world.messages import RankNote
 from zharness.world.outcome import GroupOutcome, RankEnd, RankOutcome
 
-InnerKey = tuple[str, str, int]  # the class of a report, what it is about, and how many like it the rank sent before
+InnerKey = tuple[str, str, int]  # a report's class, its subject, and the number of earlier reports like it on the rank
 
 
 @dataclass(frozen=True)
 class InnerReport:
     """A report that a rank logged while a test ran, pickled.
 
-    It is not serialized as pytest's xdist does, because a round trip through that format quotes the values of a
-    subtest once more.
+    The report is pickled instead of serialized in the format of pytest-xdist, because a round trip through that format
+    quotes the values of a subtest twice.
     """
 
     pickled_report: bytes
@@ -73,7 +73,7 @@ def load_inner_report(note: RankNote) -> pytest.TestReport | None:
 
 
 def merge_inner_report(item: pytest.Item, reports: dict[int, TimedReport]) -> pytest.TestReport:
-    """Merge the reports of one subtest, by rank. It fails if it failed on one of the ranks that ran it."""
+    """Merge the reports of one subtest, by rank. The merged report is failed if the subtest failed on some rank."""
     phase = str(next(iter(reports.values())).report.when)
     rank_results = tuple(
         RankResult(RankOutcome(rank, RankEnd.RETURNED, timed.at_ns), {phase: timed}, (phase,))

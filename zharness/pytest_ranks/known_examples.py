@@ -8,8 +8,9 @@ on new ranks that know the verdicts of all examples so far. Hypothesis draws the
 the ranks raise its outcome without running the test's body, also while Hypothesis shrinks, so every example has one
 verdict.
 
-An example in whose body the rank had drawn values, with ``data()``, is not known on new ranks before its body has run,
-so it cannot be repeated: the test ends with the outcome of that example, as a failure that is not shrunk.
+If the rank had drawn values in the body of the example, with ``data()``, new ranks can identify the example only after
+its body has run. So the example cannot be repeated: the test ends with the outcome of that example, as a failure that
+is not shrunk.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from zharness.world.messages import RankStatus
 
 @dataclass(frozen=True)
 class KnownExample:
-    """The verdicts of all ranks on one example, in rank order; ``key`` identifies it by its drawn values."""
+    """The verdicts of all ranks on one example, in rank order; ``key`` identifies the example by its drawn values."""
 
     key: str
     verdicts: tuple[ExampleVerdict, ...]
 
     @property
     def is_failed(self) -> bool:
-        """Return whether the example failed on some rank, or ranks waited for others that had returned."""
+        """Return whether the example failed on some rank, or some ranks waited for other ranks that had returned."""
         statuses = {verdict.status for verdict in self.verdicts}
         return ExampleStatus.FAILED in statuses or statuses == {ExampleStatus.PASSED, ExampleStatus.BLOCKED}
 
@@ -48,8 +49,8 @@ class KnownExample:
 class KnownExamples:
     """The examples that have ended on earlier ranks of the same test.
 
-    If ``rejects_new`` is True, the time to run more examples is over, and all others count as rejected. ``last`` is an
-    example with which the test ends because no new ranks can repeat it, or None.
+    If ``rejects_new`` is True, the time to run more examples is over, and unknown examples count as rejected. ``last``
+    is an example that new ranks cannot repeat and that therefore ends the test, or None.
     """
 
     by_key: Mapping[str, KnownExample] = field(default_factory=dict)
@@ -59,7 +60,8 @@ class KnownExamples:
     def find(self, key: str) -> KnownExample | None:
         """Return the example if the test's body does not have to run on it.
 
-        A failure in which no rank was blocked runs again: Hypothesis identifies it by its own exception.
+        An example that failed without a blocked rank runs again, because Hypothesis identifies the failure by the
+        exception itself.
         """
         known = self.by_key.get(key)
         if known is None or (known.is_failed and not known.is_blocked and not self.rejects_new):
@@ -67,21 +69,22 @@ class KnownExamples:
         return known
 
     def add(self, left: LeftExample) -> KnownExamples:
-        """Return these examples together with ``left`` and those that ended before it."""
+        """Return these examples together with ``left`` and the examples that ended before ``left``."""
         if not left.can_repeat:
             return replace(self, last=left.example)
         return replace(self, by_key={**self.by_key, **{known.key: known for known in (*left.ended, left.example)}})
 
 
 NO_EXAMPLES = KnownExamples()
-_DEPARTURES = (RankStatus.PART_FAILED, RankStatus.PART_LEFT, RankStatus.PART_ENDED)  # what decides an example is first
+_DEPARTURES = (RankStatus.PART_FAILED, RankStatus.PART_LEFT, RankStatus.PART_ENDED)  # in the order of their precedence
 
 
 @dataclass(frozen=True)
 class LeftExample:
     """An example that some ranks left while others were blocked, and the examples that ended before it.
 
-    ``can_repeat`` says whether its key identifies it: no rank that left it had drawn values in the test's body.
+    ``can_repeat`` says whether its key identifies the example. This is so if no rank that left the example had drawn
+    values in the test's body.
     """
 
     example: KnownExample
@@ -90,7 +93,7 @@ class LeftExample:
 
 
 def find_left_example(outcome: GroupOutcome) -> LeftExample | None:
-    """Return the example that some ranks left while others were blocked; None if the ranks ended for another reason."""
+    """Return the example that some ranks left while other ranks were blocked; None if no example was left."""
     if any(rank.end is not RankEnd.STOPPED for rank in outcome.ranks):
         return None
     last_notes = {rank.rank: notes[-1] for rank in outcome.ranks if (notes := load_example_notes(rank))}
@@ -107,7 +110,7 @@ def find_left_example(outcome: GroupOutcome) -> LeftExample | None:
 
 
 def _describe_blocked_rank(rank: RankOutcome, left: ExampleNote) -> ExampleVerdict:
-    """Return the verdict of a rank that had not ended the example ``left``, in which it has drawn the same values."""
+    """Return the verdict of a rank that had not ended the example ``left``, in which it drew the same values."""
     text = f"waited in {rank.site}" if rank.site else "had not ended the example"
     return ExampleVerdict(ExampleStatus.BLOCKED, text, None, left.verdict.arguments, left.choices_before)
 
@@ -116,7 +119,7 @@ def run_all_examples(run: Callable[[KnownExamples], GroupOutcome], timeout: floa
     """Call ``run`` with the known examples until no rank leaves an example while others are blocked.
 
     After ``timeout`` seconds, the ranks run no further example: Hypothesis then reports the smallest failure so far.
-    If no example has failed by then, the ranks of the returned outcome hang.
+    If no example has failed by then, the returned outcome says that the ranks hung.
     """
     started_at, known = time.monotonic(), NO_EXAMPLES
     first = outcome = run(known)
@@ -134,6 +137,6 @@ def run_all_examples(run: Callable[[KnownExamples], GroupOutcome], timeout: floa
 
 
 def _mark_as_hung(rank: RankOutcome) -> RankOutcome:
-    """Return the outcome of a rank that was stopped as that of a rank that did not finish in time."""
+    """Turn the outcome of a rank that was stopped into the outcome of a rank that did not finish in time."""
     cause = "ranks left so many examples while others waited that the time was over"
     return replace(rank, end=RankEnd.HUNG, cause=cause)

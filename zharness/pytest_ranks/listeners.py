@@ -1,4 +1,4 @@
-"""Keep plugins that report on tests out of the ranks: the pytest process reports one merged test, not one per rank."""
+"""Silence plugins that report on tests on the ranks: the pytest process reports one merged test, not one per rank."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-# What a plugin hears about tests that have run. On a rank, only the reporter of the phases hears it.
+# The hooks that tell a plugin about tests that have run. On a rank, only the reporter of the phases receives them.
 LISTENING_HOOKS = ("pytest_runtest_logstart", "pytest_runtest_logreport", "pytest_runtest_logfinish")
-# Hooks around which a reporting plugin wraps itself to follow a test.
+# The hooks that a reporting plugin wraps to follow a test.
 FOLLOWED_HOOKS = (
     *("pytest_runtest_protocol", "pytest_runtest_setup", "pytest_runtest_call", "pytest_runtest_teardown"),
     *(
@@ -24,14 +24,15 @@ FOLLOWED_HOOKS = (
 )
 
 
-_silenced: list[tuple[Any, list[Any]]] = []  # each hook of which plugins are silenced now, with all its functions
+_silenced: list[tuple[Any, list[Any]]] = []  # each hook with silenced plugins, and all its functions
 
 
 def find_listeners(plugins: pytest.PytestPluginManager) -> list[object]:
     """Return the installed plugins that report on tests.
 
-    They hear about tests that have run, or wrap the hook that names a report's outcome for the terminal, as that of VS
-    Code does. A plugin of pytest or of this package is not returned, nor a conftest.py, whose hooks also act on tests.
+    These plugins implement a hook about tests that have run, or wrap the hook that names a report's outcome for the
+    terminal, as VS Code's plugin does. Plugins of pytest and of this package are not returned. A conftest.py is not
+    returned either, because its hooks may also act on tests.
     """
     impls = [impl for name in LISTENING_HOOKS for impl in getattr(plugins.hook, name).get_hookimpls()]
     impls += [
@@ -58,7 +59,7 @@ def silence_listeners(plugins: pytest.PytestPluginManager, reporter: object) -> 
     """Within the block, report on tests to ``reporter`` only, and call no hook of a plugin that reports on tests."""
     listeners = find_listeners(plugins)
     with_reporter_only = {name: [reporter] for name in LISTENING_HOOKS}
-    # pluggy has no public way to call a hook without some plugins from code that looks the hook up by itself.
+    # The code that calls the hooks looks them up by itself, and pluggy has no public way to exclude plugins there.
     callers: list[Any] = [getattr(plugins.hook, name) for name in (*LISTENING_HOOKS, *FOLLOWED_HOOKS)]
     originals = [caller.get_hookimpls() for caller in callers]
     for caller, impls in zip(callers, originals, strict=True):
@@ -74,7 +75,7 @@ def silence_listeners(plugins: pytest.PytestPluginManager, reporter: object) -> 
 
 
 def restore_listeners() -> None:
-    """Call all plugins again. Another thread may do so while the block still runs, to report that it never ends."""
+    """Call all plugins again. Another thread may call this function while the block runs, to report that it hangs."""
     for caller, impls in _silenced:
         caller._hookimpls[:] = impls
     _silenced.clear()

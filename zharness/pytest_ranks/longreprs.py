@@ -27,7 +27,7 @@ _LOCATION_PATTERN = re.compile(r"\(([^()]+), line (\d+)\)")
 def replace_headline(item: pytest.Item, report: pytest.TestReport, headline: str, sections: Sections) -> ExceptionRepr:
     """Return a copy of a report's failure with another line in the short summary and additional sections.
 
-    ``headline`` becomes the line in the short summary, and ``sections`` follow the traceback. The original stays
+    ``headline`` becomes the line in the short summary, and ``sections`` follow the traceback. The original report stays
     unchanged, because the merged report and the problem share it.
     """
     longrepr = report.longrepr

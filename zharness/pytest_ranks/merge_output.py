@@ -43,7 +43,7 @@ def iter_output_sections(rank_result: RankResult, phases: Collection[str]) -> It
 
 
 def iter_report_sections(rank_result: RankResult, phase: str) -> Iterator[tuple[str, str]]:
-    """Yield the sections of a rank's report of ``phase`` or, without such a report, of the latest earlier one."""
+    """Yield the sections of a rank's report of ``phase`` or, without such a report, of its latest earlier report."""
     report = rank_result.latest_report(phase)
     yield from report.sections if report is not None else ()
 
@@ -71,7 +71,7 @@ def merge_user_properties(rank_results: Sequence[RankResult], phase: str) -> lis
     merged: list[tuple[str, object]] = []
     for key in dict.fromkeys(key for rank_values in by_rank.values() for key in rank_values):
         values_by_rank = {rank: rank_values[key] for rank, rank_values in by_rank.items() if key in rank_values}
-        # Compare by repr: == of an array, for example, has no truth value.
+        # Compare by repr, because == of arrays, for example, has no truth value.
         if len({repr(values) for values in values_by_rank.values()}) == 1:
             merged += [(key, value) for value in next(iter(values_by_rank.values()))]
         else:

@@ -73,7 +73,7 @@ class JointResult:
     def is_caused_by_skip(self) -> bool:
         """Return whether the test failed because only some of its ranks skipped.
 
-        In this case, the ranks that were stopped had waited for a rank that skipped, not for one that failed.
+        In this case, the ranks that were stopped had waited for a rank that skipped, not for a rank that failed.
         """
         return bool(self.failures) and self.failures[0].kind is ProblemKind.SKIPPED
 
@@ -310,7 +310,7 @@ def make_further_sections(group: ProblemGroup) -> list[tuple[str, str]]:
 
 
 def make_example_sections(rank_results: Iterable[RankResult]) -> list[tuple[str, str]]:
-    """Make one section for each rank that did not end a Hypothesis test but an example, with its error or return."""
+    """Make one section, with its error or return, for each rank that ended an example but not the Hypothesis test."""
     notes = [
         (rank_result.rank, load_example_notes(rank_result.outcome))
         for rank_result in rank_results
@@ -378,7 +378,7 @@ def measure_phase(
 ) -> tuple[float, float, float]:
     """Return the earliest start, latest stop and longest duration of a phase over all ranks, in seconds.
 
-    If no rank reported a failed phase, its duration is that of the whole test minus those of the earlier phases.
+    If no rank reported a failed phase, its duration is that of the whole test minus the durations of earlier phases.
     """
     reports = result.get_reports(phase)
     if reports:

@@ -163,7 +163,7 @@ def find_taken_names(parser: pytest.Parser) -> set[str]:
 def join_short_names(arguments: Sequence[str], taken: Container[str]) -> list[str]:
     """Return the arguments with ``--NAME VALUE`` written as ``--NAME=VALUE`` for each name that is not ``taken``.
 
-    A value that the option does not accept is left alone: it may be a path after a flag that a conftest.py defines.
+    A value that the option does not accept is not joined: it may be a path after a flag that a conftest.py defines.
     """
     options = {f"--{name}": option for option in OPTIONS for name in option.names if f"--{name}" not in taken}
     joined: list[str] = []
@@ -180,9 +180,10 @@ def join_short_names(arguments: Sequence[str], taken: Container[str]) -> list[st
 
 
 def hide_values_from_paths(config: pytest.Config, parser: pytest.Parser, arguments: Sequence[str]) -> None:
-    """Take the values of the names without prefix out of the paths whose conftest.py files pytest loads first.
+    """Remove the values of the names without prefix from the paths whose conftest.py files pytest loads first.
 
-    At that time the names are not yet defined, and pytest takes ``reference`` in ``--engine reference`` for a path.
+    At that time these names are not yet defined, so that pytest takes ``reference`` in ``--engine reference`` for a
+    path.
     """
     joined = join_short_names(parser.optparser._read_args_from_files(list(arguments)), find_taken_names(parser))
     known = parser.parse_known_args(joined, namespace=copy.copy(config.option))
@@ -190,7 +191,7 @@ def hide_values_from_paths(config: pytest.Config, parser: pytest.Parser, argumen
 
 
 def add_free_short_names(parser: pytest.Parser) -> None:
-    """Define the names without prefix that are free. Call this function when every conftest.py has defined its own."""
+    """Define the free names without prefix. Call this function after every conftest.py has defined its own options."""
     taken = find_taken_names(parser)
     for option in OPTIONS:
         free = [f"--{name}" for name in option.names if f"--{name}" not in taken]
@@ -200,5 +201,5 @@ def add_free_short_names(parser: pytest.Parser) -> None:
 
 
 def get_option(config: pytest.Config, name: str) -> Any:
-    """Return the value of the option ``name``, which is given without prefix."""
+    """Return the value of the option ``name``; ``name`` has no prefix."""
     return config.getoption(PREFIX + name)

@@ -28,7 +28,7 @@ class PhaseReplay:
         """Prepare to replay to all plugins that report on tests; ``further_plugins`` only see the reports."""
         self._error: BaseException | None = None
         self._report: pytest.TestReport | None = None
-        self._allure_results: dict[int, tuple[bytes, ...]] = {}  # of the ranks, of the test that is replayed
+        self._allure_results: dict[int, tuple[bytes, ...]] = {}  # the ranks' results of the test that is replayed
         self._last_calls: dict[str, pytest.CallInfo[None]] = {}  # by phase, until the report is logged
         plugins.register(self, "zharness-phase-replay")
         listeners = [self, *find_listeners(plugins)]
@@ -91,8 +91,8 @@ class PhaseReplay:
     def pytest_runtest_teardown(self, item: pytest.Item) -> None:
         """Raise the error of the merged teardown that is replayed.
 
-        Before that, add what the test told allure, which completes its result around the teardown. Under torchrun this
-        hook is also called for the test on rank 0 itself, when nothing is replayed.
+        Before that, add the allure data of the test, because allure completes its result around the teardown. Under
+        torchrun this hook is also called for the test on rank 0 itself; then nothing is replayed.
         """
         results, self._allure_results = self._allure_results, {}
         allure_results.add_results(item.config, results)

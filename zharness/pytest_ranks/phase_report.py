@@ -1,4 +1,4 @@
-"""Define what a rank sends to the pytest process about a test: the report of a phase, and a note on an example."""
+"""Define the messages on a test from a rank to the pytest process: the report of a phase, and a note on an example."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PHASES = ("setup", "call", "teardown")
 class PhaseReport:
     """The report of one ``phase`` of a test as plain data.
 
-    ``report`` is what pytest's hook ``pytest_report_to_serializable`` returned on the rank.
+    ``report`` is the value that pytest's hook ``pytest_report_to_serializable`` returned on the rank.
     """
 
     phase: str

@@ -1,6 +1,6 @@
-"""Work with pytest plugins that run tests again, limit their time or keep facts of their own about a report.
+"""Work with pytest plugins that run tests again, limit their time, or store data of their own about a report.
 
-Plugins that ranks cannot follow are refused.
+Plugins that cannot work with ranks are refused.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ UNSUPPORTED = {
 
 
 def refuse_unsupported_plugins(config: pytest.Config, rank_tests: Iterable[pytest.Item]) -> None:
-    """Raise UsageError if a plugin is active that runs the phases of tests by itself, which ranks cannot follow.
+    """Raise UsageError if a plugin is active that runs the phases of tests by itself, without the ranks.
 
-    mpi-pytest runs those tests by itself that have its marker, so only such a test is refused among ``rank_tests``;
-    under mpiexec all are, because each of its processes would start ranks of its own.
+    mpi-pytest runs only the tests with its marker by itself, so only ``rank_tests`` with this marker are refused. Under
+    mpiexec all ``rank_tests`` are refused, because each of its processes would start ranks of its own.
     """
     for name, description in UNSUPPORTED.items():
         if config.pluginmanager.hasplugin(name):
@@ -53,8 +53,8 @@ def refuse_unsupported_plugins(config: pytest.Config, rank_tests: Iterable[pytes
 
 
 def count_mpi_processes() -> int:
-    """Return the number of processes of the mpiexec under which this session runs; 1 in a process of mpi-pytest's."""
-    mpi: Any = sys.modules.get("mpi4py.MPI")  # which mpi-pytest has imported
+    """Return the number of processes of the mpiexec under which this session runs; 1 in a process of mpi-pytest."""
+    mpi: Any = sys.modules.get("mpi4py.MPI")  # imported by mpi-pytest
     return 1 if mpi is None or "_PYTEST_MPI_CHILD_PROCESS" in os.environ else int(mpi.COMM_WORLD.size)
 
 
@@ -67,14 +67,14 @@ def get_rerun_plugin(config: pytest.Config) -> Any:
 def run_again_if_failed(item: pytest.Item, nextitem: pytest.Item | None, attempt: Attempt) -> bool:
     """Let pytest-rerunfailures run and log the test, and return True; return False if it does not rerun this test.
 
-    ``attempt`` runs the test once on its ranks and returns the reports. The plugin decides about each of them, and logs
-    them, as for a test that pytest runs itself.
+    ``attempt`` runs the test once on its ranks and returns the reports. The plugin inspects each report and logs the
+    reports, as for a test that pytest runs itself.
     """
     plugin = get_rerun_plugin(item.config)
     if plugin is None or plugin.get_reruns_count(item) is None:
         return False
     with pytest.MonkeyPatch.context() as patch:
-        # The plugin has no hook for this: it imports pytest's own function by name.
+        # The plugin has no hook for this, so its reference to pytest's own function is replaced.
         patch.setattr(plugin, "runtestprotocol", lambda *_, **__: attempt())
         return bool(plugin.pytest_runtest_protocol(item=item, nextitem=nextitem))
 
@@ -86,17 +86,17 @@ def count_failed_subtests(item: pytest.Item, reports: list[pytest.TestReport]) -
     except ImportError:  # pytest before 9
         return
     if isinstance(item, TestCaseFunction):
-        return  # pytest counts none of unittest's: they do not fail the test
+        return  # pytest does not count subtests of unittest, because they do not fail the test
     failed = sum(report.failed for report in reports)
     if failed:
         item.config.stash[failed_subtests_key][item.nodeid] += failed
 
 
 def get_plugin_timeout(item: pytest.Item) -> tuple[float | None, float | None]:
-    """Return the seconds that pytest-timeout's marker and its options allow for a test; None where it has none.
+    """Return the seconds that pytest-timeout's marker and its options allow for a test; None for each that is missing.
 
-    Zero in the marker, with which pytest-timeout sets no limit, is returned as infinity. Zero in an option counts as
-    none.
+    Zero in the marker, with which pytest-timeout sets no limit, is returned as infinity. Zero in an option is returned
+    as None.
     """
     plugin: Any = item.config.pluginmanager.getplugin("timeout")
     if not hasattr(plugin, "_get_item_settings"):
@@ -109,11 +109,11 @@ def get_plugin_timeout(item: pytest.Item) -> tuple[float | None, float | None]:
     return by_marker, item.config._env_timeout or None  # type: ignore[attr-defined]  # set by pytest-timeout
 
 
-SCENARIO_ATTRIBUTE = "zharness_scenario"  # of a report: what pytest-bdd knows of its scenario
+SCENARIO_ATTRIBUTE = "zharness_scenario"  # the attribute of a report with pytest-bdd's data on its scenario
 
 
 def add_scenario(report: pytest.TestReport) -> None:
-    """Add the steps of a scenario of pytest-bdd to the report, which the plugin itself keeps outside of it."""
+    """Add the steps of a pytest-bdd scenario to the report; the plugin itself stores them outside of the report."""
     reporting = sys.modules.get("pytest_bdd.reporting")
     context = getattr(reporting, "test_report_context_registry", {}).get(report)
     if context is not None:
@@ -121,7 +121,7 @@ def add_scenario(report: pytest.TestReport) -> None:
 
 
 def take_scenario(report: pytest.TestReport) -> None:
-    """Remove the steps of a scenario from a merged report, and give them to pytest-bdd, whose reporters look there."""
+    """Move the steps of a scenario from a merged report to pytest-bdd's registry, where its reporters look."""
     data = vars(report).pop(SCENARIO_ATTRIBUTE, None)
     reporting = sys.modules.get("pytest_bdd.reporting")
     if data is not None and reporting is not None:

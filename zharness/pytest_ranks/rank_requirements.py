@@ -188,7 +188,7 @@ def parse_warm_engine(item: pytest.Item) -> str:
 
 
 def check_item_world_sizes(items: Sequence[pytest.Item]) -> None:
-    """Raise UsageError for the first test whose ranks this machine cannot start, and if its GPUs cannot have them."""
+    """Raise UsageError if this machine cannot start the ranks of a test, or if its GPUs cannot have so many ranks."""
     largest = 0
     for item in items:
         requirements = get_rank_requirements(item)

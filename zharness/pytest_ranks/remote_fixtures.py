@@ -63,12 +63,12 @@ _remote_classes: dict[type, RemoteFixture] = {}
 def define_remote_fixture(function: Callable[..., object], remote: RemoteFixture, owner: type) -> Any:
     """Return a pytest fixture with the value None that calls ``function`` on ranks of its own.
 
-    The parameters of ``function`` have the names of fixtures, whose values are passed to ``function``. A fixture of the
-    test may call the class ``owner`` in its place.
+    The parameters of ``function`` have the names of fixtures, whose values are passed to ``function``. Instead of
+    requesting the fixture, a fixture of the test may call the class ``owner``.
     """
 
     def fixture_function(request: pytest.FixtureRequest, **fixture_values: Any) -> None:
-        # It gets the docstring of ``function`` below. On the ranks of the test itself it only checks the request.
+        # Its docstring is set below, to that of ``function``. On the ranks of the test it only checks the request.
         _require_rank(remote)
         running = request.node.stash.get(RUNNING_FIXTURE, "")
         if running == remote.name:
@@ -106,7 +106,7 @@ def _require_rank(remote: RemoteFixture) -> None:
 
 def check_call(owner: type, request: pytest.FixtureRequest) -> None:
     """Raise UsageError unless a fixture calls the class ``owner`` in its setup, after its remote fixture has run."""
-    item = request._pyfuncitem  # request.node is the class of the test, or wider, if the scope of the fixture is
+    item = request._pyfuncitem  # request.node is a class or module if the scope of the fixture is wider than a test
     remote, name = _remote_classes.get(owner), owner.__name__
     if remote is not None:
         _require_rank(remote)
@@ -142,7 +142,7 @@ def find_remote_fixtures(item: pytest.Item) -> list[RemoteFixture]:
 def _collect_remote_fixtures(
     item: pytest.Item, name: str, remotes: dict[str, RemoteFixture | None], visited: set[str]
 ) -> None:
-    """Add the fixtures that ``name`` needs or calls to ``remotes``, then ``name``; one that is not remote has None."""
+    """Add the fixtures that ``name`` needs or calls to ``remotes``, then ``name``; a non-remote fixture has None."""
     definition = None if name in visited else _find_definition(item, name)
     visited.add(name)
     if definition is None:
@@ -157,7 +157,8 @@ def _collect_remote_fixtures(
 
 def _find_definition(item: pytest.Item, name: str) -> pytest.FixtureDef[Any] | None:
     """Return the definition of the fixture ``name`` for the test, or None if there is none."""
-    # There is no public way from a test to the definitions of its fixtures. Its own list lacks what is only called.
+    # There is no public way from a test to the definitions of its fixtures. The test's own list lacks fixtures that are
+    # only called.
     info = getattr(item, "_fixtureinfo", None)
     if info is None:
         return None

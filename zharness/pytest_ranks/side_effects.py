@@ -48,7 +48,7 @@ class RankSideEffects:
     changed_state: str = ""
     stop: SessionStop | None = None
     benchmarks: tuple[bytes, ...] = ()  # the results of pytest-benchmark, pickled
-    allure_results: tuple[bytes, ...] = ()  # what the test told allure, pickled
+    allure_results: tuple[bytes, ...] = ()  # the allure data of the test, pickled
 
 
 def iter_side_effects(outcome: GroupOutcome) -> Iterator[tuple[int, RankSideEffects]]:

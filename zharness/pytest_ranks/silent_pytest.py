@@ -24,9 +24,7 @@ _FILE_WRITING_PLUGINS = (
 
 
 class DeferredTerminalOutput:
-    """Buffer for pytest's terminal output, which is printed or discarded once the plugin knows whether this process
-    reports.
-    """
+    """A buffer for pytest's terminal output, which is printed or discarded once it is known which rank reports."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config

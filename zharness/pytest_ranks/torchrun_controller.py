@@ -122,7 +122,7 @@ class TorchrunTestController(RankTestController):
     def _log_reports(
         self, item: pytest.Item, reports: Iterable[pytest.TestReport], side_effects: dict[int, RankSideEffects]
     ) -> None:
-        """Log reports without the warnings of rank 0: pytest in this process has them already."""
+        """Log reports without the warnings of rank 0, because pytest in this process has recorded them already."""
         logged = side_effects.get(0, RankSideEffects()).recorded_warnings
         new_effects = {
             rank: replace(
@@ -135,7 +135,7 @@ class TorchrunTestController(RankTestController):
 
     def log_lost_test(self, outcome: GroupOutcome, message: str) -> None:
         """Log a failure of the test that was running when a rank was lost."""
-        restore_listeners()  # the main thread may be in a test, and never return
+        restore_listeners()  # the main thread may hang in a test
         if self.session.config.pluginmanager.hasplugin(REPORTER_NAME):
             self.session.config.pluginmanager.unregister(name=REPORTER_NAME)  # it would send the report to rank 0
         if self._current_item is not None:

@@ -8,7 +8,7 @@ from enum import Enum
 
 from zharness.errors import UsageError
 
-MAX_REASON_LENGTH = 120  # characters printed of a reason
+MAX_REASON_LENGTH = 120  # characters of a reason that are printed
 
 
 class Outcome(Enum):

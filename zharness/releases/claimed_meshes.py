@@ -14,10 +14,10 @@ from zharness.run.mesh_claims import UnclaimedAxes, require_mesh_at_some_stage
 
 
 def require_mesh_of_any(release_engines: Sequence[str], request: Request) -> Request:
-    """Return ``request`` with the cells unsupported of those ``release_engines`` that do not claim its mesh.
+    """Return ``request``, changed so that cells are unsupported on ``release_engines`` that do not claim its mesh.
 
-    An engine that claims nothing before it is built is asked when its cells are planned. Raises UsageError if every
-    release is known to lack the mesh, with the reason of the last of them.
+    The claims of an engine that are unknown before it is built are checked when its cells are planned. Raises
+    UsageError if every release is known not to claim the mesh, with the reason of the last release.
     """
     for part in split_by_mesh(request):
         claims = {engine: list_known_claims(engine, part.stages) for engine in release_engines}
@@ -30,7 +30,7 @@ def require_mesh_of_any(release_engines: Sequence[str], request: Request) -> Req
 
 
 def split_by_mesh(request: Request) -> Iterator[Request]:
-    """Yield the part of ``request`` that has its mesh, if it has one, and one for each cell that it names."""
+    """Yield ``request`` unless it names only cells, and a request for each cell that it names, with the cell's mesh."""
     names = [pattern for pattern in request.patterns if is_cell_id(pattern)]
     if not names or len(names) < len(request.patterns):
         yield request
@@ -39,7 +39,7 @@ def split_by_mesh(request: Request) -> Iterator[Request]:
 
 
 def find_mesh_error(engine: str, request: Request, claims: Sequence[Capabilities]) -> UsageError | None:
-    """Return the error that says why ``engine``, which has ``claims``, cannot have the mesh, or None if it can."""
+    """Return the error that says why ``engine``, which has ``claims``, cannot have the mesh; None if it can."""
     try:
         require_mesh_at_some_stage(engine, request.mesh, request.world_sizes, claims)
     except UsageError as error:

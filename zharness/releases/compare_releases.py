@@ -104,8 +104,8 @@ def compare_releases(
     ``change``, and 0 if not. New failures are run a second time on both releases, because a busy machine may miss a
     deadline once. A failure that ``expected_failures`` cover is printed but does not count, and a failure on both
     releases does not count either. If ``run_changed`` is not None, it runs the cells of ``request`` that reach the
-    change, and ``base`` runs those of them that are broken. Raises UsageError if a release cannot be run, or if the two
-    releases have no cell in common.
+    change on ``change``, and only the broken ones of these cells run on ``base``. Raises UsageError if a release cannot
+    be run, or if the two releases have no cell in common.
     """
     if run_changed is None:
         found = run_both(base, change, request, run_request)
@@ -150,15 +150,15 @@ def run_change_first(
     run_request: RunRequest,
     run_changed: Callable[[Request], RunResult],
 ) -> tuple[list[ReleaseRecords], str]:
-    """Run the cells that reach a change on ``change``, and on ``base`` those of them that are broken.
+    """Run the cells that reach a change on ``change``, and the broken ones of these cells on ``base``.
 
-    Returns the records of both and a sentence with their numbers. What was selected, and what did not run for lack of
-    time, is printed. Raises UsageError if one of the releases cannot be run.
+    Returns the records of both and a sentence with their numbers. Prints which cells were selected, and which did not
+    run for lack of time. Raises UsageError if one of the releases cannot be run.
     """
     notes = list[str]()
 
     def run_selected(selected: Request) -> list[Record]:
-        """Run the cells, and keep the sentences on them."""
+        """Run the cells, and keep the sentences on these cells."""
         result = run_changed(selected)
         notes.extend(result.coverage)
         return result.records
@@ -186,7 +186,7 @@ def restrict_to_cells(request: Request, records: Iterable[Record]) -> Request:
 
 
 def find_repeated(suspects: Sequence[Change], second_columns: Sequence[ReleaseRecords]) -> list[Change]:
-    """Return the changes in ``suspects``, all failures of the first run, whose cells failed in the second run too."""
+    """Return the changes in ``suspects``, the failures of the first run, whose cells also failed in the second run."""
     if not second_columns:
         return []
     failed = {

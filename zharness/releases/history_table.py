@@ -12,7 +12,7 @@ from zharness.releases.history import Flip, ReleaseRecords, find_flips, list_cel
 from zharness.run.changes import Change, ChangeKind, LawStatus, failure_signature, law_status
 from zharness.run.record import Verdict
 
-MAX_CAUSE_LENGTH = 300  # characters printed of a cause; the JSON line contains the whole cause
+MAX_CAUSE_LENGTH = 300  # characters of a cause that are printed; the JSON line contains the whole cause
 
 
 def render_overview(columns: Sequence[ReleaseRecords]) -> str:
@@ -57,7 +57,7 @@ def describe_unrun(column: ReleaseRecords) -> str:
 
 
 def describe_unsupported(column: ReleaseRecords) -> str:
-    """Return the reason of most cells of a release that supports none of them, or the empty string if it does."""
+    """Return the most frequent reason if a release supports none of the cells, else the empty string."""
     if any(record.verdict is not Verdict.UNSUPPORTED for record in column.records.values()):
         return ""
     reasons = Counter(record.cause for record in column.records.values()).most_common(1)

@@ -1,4 +1,4 @@
-"""Strip a reproduction of what only `zharness repro` reads: its header, its signature and the marks of its verdict.
+"""Strip from a reproduction the parts that only `zharness repro` reads: header, signature and marks of the verdict.
 
 The stripped script prints the same result. An error that the script caught only to compare it with the signature is
 raised, so that its traceback is printed. Each function edits the lines of whole statements, because the scripts in
@@ -47,7 +47,7 @@ def is_text(statement: ast.stmt) -> bool:
 
 
 def drop_signature_checks(source: str) -> str:
-    """Remove what ends a script whose failure lacks the signature: an ``if`` that only raises, or an assertion."""
+    """Remove the check that ends a script if the signature is missing: an ``if`` that only raises, or an assertion."""
     tree = ast.parse(source)
     found: list[Edit] = []
     for block in iter_blocks(tree):
@@ -94,7 +94,7 @@ def raise_caught_errors(source: str) -> str:
 
 
 def prints_only_error(source: str, statement: ast.Try) -> bool:
-    """Return whether ``statement`` has one handler, and this prints no more than the error and ends the script."""
+    """Return whether ``statement`` has one handler, which only prints the error and ends the script."""
     if len(statement.handlers) != 1 or statement.orelse or statement.finalbody:
         return False
     (handler,) = statement.handlers
@@ -129,7 +129,7 @@ def inline_constants(source: str) -> str:
                 found.append((statement, []))
     source = apply_edits(source, found)
     for name, text in values.items():
-        # Before Python 3.12 the parser gives wrong positions of what is inside an f-string.
+        # Before Python 3.12 the parser gives wrong positions for nodes inside an f-string.
         source = source.replace(f"{{{name}}}", text[1:-1].replace("{", "{{").replace("}", "}}"))
     return replace_names(source, values)
 

@@ -1,4 +1,4 @@
-"""Render a reproduction as a text for an upstream issue: what was run, what was expected, what came, and versions."""
+"""Render a reproduction as a text for an upstream issue: the script, the expected and actual output, and versions."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from zharness.releases.repro_table import describe_run
 from zharness.releases.repros import MARKER, NOT_YET, Repro, ReproResult, ReproVerdict, build_result, get_distribution
 
 SCRIPT_NAME = "script.py"
-MAX_OUTPUT_LINES = 30  # of each rank
+MAX_OUTPUT_LINES = 30  # lines of each traceback
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
 _TRACEBACK = "Traceback (most recent call last):"
-# What stands before the path of a module inside a package, in the frames of a traceback.
+# The text before the path of a module inside a package, in the frames of a traceback.
 _PACKAGE_FOLDER = re.compile(r'(?<=File ")[^"]*/(?:site-packages|dist-packages|lib/python3\.\d+)/')
 
 
 @dataclass(frozen=True)
 class IssueRun:
-    """One run that shows a bug: the versions of its packages, its machine, and the part of its output that shows it.
+    """One run that shows a bug: the versions of its packages, its machine, and the part of its output with the bug.
 
-    ``ending`` says how the run ended, in the words that follow the symptom in the text.
+    ``ending`` is the clause that follows the symptom in the text and introduces the output.
     """
 
     packages: str
@@ -45,8 +45,9 @@ class IssueRun:
 def print_issue(identifiers: tuple[str, ...], engines: tuple[str, ...], record: Path | None, seconds: float) -> int:
     """Print the text of one reproduction and return the exit code: 0, or 1 or 3 if the run does not show the bug.
 
-    The stripped script is run on the last of ``engines``, by default on the release with the bug. With ``record``, the
-    run is that of a file of `zharness repro --jsonl`. Raises UsageError unless one reproduction is named.
+    The stripped script is run on the last of ``engines``, by default on the release with the bug. With ``record``, no
+    script is run; the run is read from this file of `zharness repro --jsonl`. Raises UsageError unless one reproduction
+    is named.
     """
     runs = select_runs(identifiers, False, engines)
     found = sorted({run.repro.id for run in runs})
@@ -68,7 +69,7 @@ def print_issue(identifiers: tuple[str, ...], engines: tuple[str, ...], record: 
 
 
 def run_stripped(run: ReproRun, script: str, seconds: float) -> tuple[ReproResult, IssueRun]:
-    """Run the stripped ``script`` of a reproduction on its release; return its verdict, and what to print of the run.
+    """Run the stripped ``script`` of a reproduction on its release; return its verdict, and the run to print.
 
     Raises UsageError if the release cannot be installed.
     """
@@ -101,8 +102,8 @@ def judge_stripped(repro: Repro, code: int | None, output: str, shown: str, seco
 def cut_output(output: str, signature: str, folders: tuple[str, ...] = ()) -> str:
     """Return the lines with the signature, each with the traceback that ends there; '' if there is none.
 
-    Of tracebacks with the same last line, as several ranks print them, the last is returned. ``folders`` are removed
-    from the paths of files, and so are the folders of installed packages.
+    If several ranks print tracebacks with the same last line, the last traceback is returned. ``folders`` and the
+    folders of installed packages are removed from the paths of files.
     """
     output = _PACKAGE_FOLDER.sub("", _RANK_PREFIX.sub("", output.replace(MARKER, "")))
     for folder in folders:

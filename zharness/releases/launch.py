@@ -52,7 +52,7 @@ class CommandGroup:
             with self._lock:
                 if self._stopped_event.is_set():
                     raise KeyboardInterrupt
-                # In a new session Ctrl-C reaches only this process, which then ends the tree in order.
+                # In a new session, Ctrl-C reaches only this process, which then ends the process tree in order.
                 child = subprocess.Popen(
                     command, env={**env, _MARK_VARIABLE: mark}, cwd=folder, stdin=subprocess.DEVNULL, stdout=output,
                     stderr=subprocess.STDOUT, start_new_session=True,
@@ -89,10 +89,10 @@ def run_torchrun(
     command was ended at the deadline, after ``seconds``.
     """
     with tempfile.TemporaryDirectory() as logs, open(Path(logs) / "output", "wb") as output:
-        # A file, because a rank that outlives its launcher would keep a pipe open and block the reader.
-        # One log per rank, because lines written to one file at the same time get mixed.
+        # Use a file, because a rank that outlives its launcher would keep a pipe open and block the reader.
+        # Use one log for each rank, because lines that are written to one file at the same time get mixed.
         module = ["-m", "torch.distributed.run", f"--log-dir={logs}", "--redirects=3"]
-        # torchrun's own default number of threads, set here so that it does not warn.
+        # This is torchrun's own default number of threads; it is set here so that torchrun does not warn.
         with command_group.start(
             [arguments[0], *module, *arguments[1:]], {"OMP_NUM_THREADS": "1", **env}, output
         ) as child:

@@ -235,8 +235,8 @@ def _install(folder: Path, wanted: Stamp) -> None:
     # Without build isolation DeepSpeed's setup.py uses the installed torch, and nothing is downloaded for the build.
     command = [sys.executable, "-m", "pip", "install", "--no-build-isolation", "--no-input"]
     command += ["--disable-pip-version-check", "--quiet", "--target", str(folder)]
-    # Dependencies come from the installed environment. Only torch pins exact releases of its own (CUDA's libraries,
-    # sympy), so they are installed with it.
+    # Dependencies come from the installed environment. Only torch pins exact releases of its dependencies (CUDA's
+    # libraries, sympy), so the dependencies of torch are installed with it.
     command += [] if wanted.distribution == TORCH else ["--no-deps"]
     command += [f"{wanted.distribution}=={wanted.release}"]
     # The environment's constraints would forbid the requested release.

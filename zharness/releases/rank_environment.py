@@ -1,6 +1,6 @@
 """Prepare the environment of the ranks that run one release of an engine.
 
-This module combines two others. ``releases/prepared_release.py`` finds or installs the release, and does not import
+This module combines two modules. ``releases/prepared_release.py`` finds or installs the release, and does not import
 torch. ``engines/warm_up.py`` names the modules that a rank server imports for the engine, and imports torch.
 """
 

@@ -31,7 +31,7 @@ from zharness.releases.prepared_release import PreparedRelease, get_installed_ve
 _PACKAGE = Path(__file__).resolve().parents[1]
 _INSTALLED_FOLDER = _PACKAGE / "repro"  # pyproject.toml gives it this name
 REPRO_FOLDER = _INSTALLED_FOLDER if _INSTALLED_FOLDER.is_dir() else _PACKAGE.parent / "repro"
-PACKAGE_FILE = "__init__.py"  # the only file of an installed folder that is no script
+PACKAGE_FILE = "__init__.py"  # the only file of an installed folder that is not a script
 MARKER = "repro: REPRODUCED: "
 NOT_YET = "not yet"
 CUDA = "cuda"
@@ -46,7 +46,7 @@ _COMPARE: dict[str, Callable[[Version, Version], bool]] = {
     "<": operator.lt,
     ">": operator.gt,
 }
-_UNREGISTERED_ENGINES = {"fsdp1": overlay.TORCH}  # engines that no law runs on
+_UNREGISTERED_ENGINES = {"fsdp1": overlay.TORCH}  # the package of engines that are not looked up in the registry
 TIMEOUT_SECONDS = 300.0  # long enough that only a hang reaches it, even on a busy machine
 
 

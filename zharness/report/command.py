@@ -26,7 +26,7 @@ def run_report(files: Sequence[Path], against: Path | None, table: str, outputs:
 
     ``against`` is the file of an earlier run: the differences from it are printed first. ``table`` names the table of
     TABLES that is printed; the default is the overview. Lines that are not records are skipped and listed. If lines of
-    ``files`` were skipped, the exit code is 2 although all records are as expected, because such a line may have been a
+    ``files`` were skipped, the exit code is 2 even if all records are as expected, because a skipped line may be a
     failure. Raises UsageError for files that cannot be read or written.
     """
     outputs.require_writable()

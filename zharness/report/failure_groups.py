@@ -10,9 +10,9 @@ from zharness.run.outcomes import group_records, outcome_name
 from zharness.run.record import Record
 from zharness.workload import MODELS
 
-_CONFIGURATION = re.compile(r"\{[^{}]*\}")  # without nested ones
+_CONFIGURATION = re.compile(r"\{[^{}]*\}")  # a configuration without nested braces
 _FACTOR = re.compile(r"-?\d[\d.e+-]*(?= x the right)")
-# What differs between cells that fail for one reason; the order matters, because numbers occur in the other texts.
+# The texts that differ between cells that fail for one reason; the order matters: the first two may contain numbers.
 _CELL_DETAILS = (
     (re.compile(r"(; )?at the end of '.*'$"), ""),  # a program
     (re.compile(r"\b[a-z_]\w*(?:\.\w+)+\b"), "NAME"),  # a parameter

@@ -11,10 +11,10 @@ from zharness.run.record import Record, Verdict
 
 UNEXPECTED_OUTCOMES = ("stale", "error", "fail", "crash", "hang", "undetermined")
 EXPECTED_OUTCOMES = ("excused", "contract")
-# The cost of a cell is printed from this world size on: fewer ranks use less CPU time than the imports of their server.
+# The CPU time of a cell is printed from this world size on: fewer ranks use less CPU time than their server's imports.
 LARGE_WORLD = 16
 MAX_CAUSE_LENGTH = 400  # characters; the JSON line has the whole cause
-MAX_OTHER_NAMES = 6  # of laws or models that a reason names beside the first
+MAX_OTHER_NAMES = 6  # laws or models that a reason names beside the first
 MAX_LISTED_CELLS = 4  # one for each stage; the JSON lines have every cell
 
 
@@ -58,7 +58,7 @@ def render_failure_group(records: Sequence[Record]) -> str:
 
 
 def render_pool_differences(records: Sequence[Record]) -> list[str]:
-    """Render a line for each cell that ended in another way on fresh ranks than on pooled ranks."""
+    """Render a line for each cell that ended differently on fresh ranks than on pooled ranks."""
     return [
         f"POOLED {record.cell.id}\n  {shorten_cause(record.pool_difference)}"
         for record in records
@@ -104,7 +104,7 @@ def render_unsupported(records: Sequence[Record]) -> list[str]:
 
 
 def split_reason(record: Record) -> tuple[str, str]:
-    """Return the reason why a cell did not run in two parts: before and behind the law or model that it begins with."""
+    """Split the reason why a cell did not run at the law or model that it begins with; return both parts."""
     name = name_in_reason(record)
     before, _, after = record.cause.partition(name) if name else (record.cause, "", "")
     return before, after
@@ -119,7 +119,7 @@ def name_in_reason(record: Record) -> str:
 
 
 def name_several(names: Collection[str]) -> str:
-    """Return the first of ``names``, with some others in parentheses if there are any."""
+    """Return the first of ``names``, with some of the other names in parentheses if there are any."""
     first, *others = names
     more = f" and {len(others) - MAX_OTHER_NAMES} more" if len(others) > MAX_OTHER_NAMES else ""
     return f"{first} (also {', '.join(others[:MAX_OTHER_NAMES])}{more})" if others else first
@@ -138,7 +138,7 @@ def render_summary(records: Sequence[Record], seconds: float) -> str:
 
 
 def render_rank_costs(records: Sequence[Record]) -> str:
-    """Render a line for each cell of LARGE_WORLD ranks or more that ran: CPU time of all ranks, and of one."""
+    """Render a line for each cell of LARGE_WORLD ranks or more that ran: the CPU time of all ranks, and of one rank."""
     return "\n".join(
         f"{record.cell.id}: {record.cell.world_size} ranks took {record.rank_cpu_seconds:.1f} s of CPU, "
         f"{record.rank_cpu_seconds / record.cell.world_size:.2f} s each"

@@ -19,7 +19,7 @@ from zharness.run.expected_failures import parse_entry
 from zharness.run.record import Record, Verdict
 
 DEFAULT_WORLD_SIZE, DEFAULT_DTYPE = 2, "fp32"
-# The keys of an entry that narrow it, and the fields of a cell.
+# The keys that narrow an entry, and the fields of a cell from which their values are taken.
 AXES = {
     "stages": "stage",
     "variants": "variant",
@@ -29,7 +29,7 @@ AXES = {
     "meshes": "mesh",
     "engine_variants": "engine_variant",
 }
-MIN_SIGNATURE = 12  # characters; a shorter text would match other failures, too
+MIN_SIGNATURE = 12  # characters; a shorter text would also match other failures
 _PLACEHOLDER = re.compile(r"\b(?:NAME|N|CONFIGURATION)\b")
 _RANK = re.compile(r"^rank \d+ raised: ")
 
@@ -62,9 +62,9 @@ def write_project_file(records: Sequence[Record], folder: Path) -> tuple[Path, i
 
 
 def render_options(records: Sequence[Record]) -> str:
-    """Return the table ``[check]``: the newest version of the law set, and what of the records is no default.
+    """Return the table ``[check]``: the newest version of the law set, and the options of the records.
 
-    These are the stages, the mesh, and world sizes and dtypes if no record has the default.
+    The options are the stages, the mesh, and world sizes and dtypes if no record has the default.
     """
     cells = [record.cell for record in records]
     sizes, dtypes = sorted({cell.world_size for cell in cells}), sorted({cell.dtype for cell in cells})
@@ -83,7 +83,7 @@ def render_options(records: Sequence[Record]) -> str:
 
 
 def render_entries(records: Sequence[Record]) -> Iterator[str]:
-    """Yield a table ``[[expected_failure]]`` for each cause of unexpected failures in ``records``, or several."""
+    """Yield one or several tables ``[[expected_failure]]`` for each cause of unexpected failures in ``records``."""
     failed = [record for record in records if record.verdict.is_broken and not record.is_expected]
     passed = [record.cell for record in records if record.verdict is Verdict.PASS]
     for group in group_failures(failed):
@@ -93,10 +93,10 @@ def render_entries(records: Sequence[Record]) -> Iterator[str]:
 
 
 def make_entries(group: Sequence[Record], passed: Sequence[Cell]) -> Iterator[dict[str, Any]]:
-    """Yield entries that cover the records of ``group``, of one cause, and no cell of ``passed`` that shows them stale.
+    """Yield entries that cover ``group``, the records of one cause, but no cell of ``passed`` that makes them stale.
 
-    One entry is narrowed by one axis after the other until it fits. If it never does, the parts of the group that have
-    one value of an axis get entries of their own.
+    One entry is narrowed by one axis after the other until it fits. If no axis makes it fit, the group is split by the
+    values of an axis, and each part gets entries of its own.
     """
     cells = [record.cell for record in group]
     for count in range(len(AXES) + 1):
@@ -140,8 +140,8 @@ def read_axis(cell: Cell, axis: str) -> Any:
 def find_signature(record: Record) -> str:
     """Return a text of the record's cause that does not depend on the cell's numbers.
 
-    It is the longest piece between numbers and names, of the hint of a mismatch or of an exception's message. For a
-    mismatch without a hint it is the part of the step and the parameter.
+    The text is the longest piece between numbers and names in the hint of a mismatch or in an exception's message. For
+    a mismatch without a hint, the text is the part of the step and the parameter.
     """
     mismatch = record.divergence
     text = mismatch.hint if mismatch is not None else _RANK.sub("", record.cause)
@@ -153,5 +153,5 @@ def find_signature(record: Record) -> str:
 
 
 def quote(text: str) -> str:
-    """Return ``text`` as a basic string of TOML, which has the escapes of JSON."""
+    """Return ``text`` as a basic string of TOML, which has the same escapes as JSON."""
     return json.dumps(text, ensure_ascii=False)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from zharness.parity.mismatch_report import JsonNumber, MismatchReport, ShardRange
 
-# Blank: no error. Then: within the bound, up to ten times the bound, and one character for each further power of ten.
+# A blank means no error. The next characters mean: within the bound, up to ten times the bound, and so on, by powers of
+# ten.
 RATIO_CHARACTERS = " .:-=+*#%@"
 LEGEND = ". within the bound, : up to 10 x, then -=+*#%@ 10 x each"
 MAX_LINES, MAX_WIDTH, MAX_BARS = 5, 40, 4

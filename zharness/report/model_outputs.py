@@ -1,4 +1,4 @@
-"""Report the records of users' models: a row for each model where there are several, and the changes since a run."""
+"""Report the records of users' models: a row for each model if there are several, and the changes since a run."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class ModelOutputs(Outputs):
     def report_models(self, records: Sequence[Record], seconds: float, unjudged: Sequence[str]) -> int:
         """Print table, sensitivity, failures, what was not judged, and the changes; write the files.
 
-        Returns the exit code. With a recorded run, it is 1 only if a law got worse since then.
+        Returns the exit code. With a recorded run, the exit code is 1 only if a law got worse since that run.
         """
         comparison = self.compare(records)
         parts = [
@@ -77,9 +77,10 @@ class ModelOutputs(Outputs):
         return int(any(difference.kind in WORSE for difference in comparison.differences))
 
     def compare(self, records: Sequence[Record]) -> RunComparison | None:
-        """Compare with the cells of the recorded run that this run was asked for, or return None without one.
+        """Compare with those cells of the recorded run that this run had to run, or return None without a recorded run.
 
-        A cell of another model, engine, configuration or law is not missing. Raises UsageError if no cell is shared.
+        Recorded cells of another model, engine, configuration or law do not count as missing. Raises UsageError if no
+        cell is shared.
         """
         if self.recorded is None:
             return None
@@ -89,7 +90,7 @@ class ModelOutputs(Outputs):
 
 
 def comparison_scope(record: Record) -> tuple[str, ...]:
-    """Return what a run was asked for: the model, the engine without its release, the options and the law."""
+    """Return the values that a run requests: the model, the engine without its release, the options and the law."""
     cell = record.cell
     return cell.model, cell.engine.partition("==")[0], cell.engine_variant, cell.law
 

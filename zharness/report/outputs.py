@@ -82,9 +82,9 @@ class Outputs:
     ) -> None:
         """Write the requested files: the XML file, the summary of a GitHub workflow's step, and the page.
 
-        ``skipped`` describe lines of a record file that are not records, and ``notes`` what the run covered or left
-        out; the latter go to the summary of the step. The page is written last, since it is the
-        largest file: an error in writing the page does not lose the other files.
+        ``skipped`` describe lines of a record file that are not records. ``notes`` describe what the run covered or
+        left out, and go to the summary of the step. The page is written last, since it is the largest file: an error in
+        writing the page does not lose the other files.
         """
         if self.junitxml is not None:
             write_junit(records, seconds, self.junitxml)

@@ -11,8 +11,8 @@ from zharness.report.engine_names import name_engines
 from zharness.run.outcomes import OUTCOME_ORDER, group_records, outcome_name
 from zharness.run.record import Record
 
-# A letter stands for all cells of one law on one engine and stage: the most serious outcome of those that were run, "-"
-# if none was run, and PARTLY_RUN if some were not run and all others pass.
+# A letter stands for all cells of one law on one engine and stage: the most serious outcome of the cells that were run,
+# "-" if no cell was run, and PARTLY_RUN if some cells were not run and all other cells pass.
 PARTLY_RUN = ":"
 OUTCOME_LETTERS = {
     "stale": "S",
@@ -51,7 +51,7 @@ def name_mesh(record: Record) -> str:
 
 
 def render_table_of_mesh(mesh: str, records: Sequence[Record], names: Mapping[str, str]) -> str:
-    """Render the table of one mesh below its name. Without a mesh, laws that no engine ran have rows, too."""
+    """Render the table of one mesh below its name. Without a mesh, laws that no engine ran also have rows."""
     engine_column = partial(find_engine_column, names)
     columns = {
         column: sorted({record.cell.stage for record in rows})

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from zharness.run.outcomes import count_cells, group_records
 from zharness.run.record import Record, Verdict
 
-# What the words of the paragraphs mean, by the tier that uses them; the empty name is for all tiers.
+# The explanation of each tier in the paragraphs; the explanation with the empty name applies to all tiers.
 TERMS = {
     "X": "tier X: all sums are exact in this dtype, so engine and plain PyTorch have to be equal bit for bit",
     "S": "tier S: each part of the step is compared within its bound, the largest error that rounding can cause",

@@ -1,4 +1,4 @@
-"""Check the types of the arguments of the public functions, so that a mistake is one sentence and no TypeError."""
+"""Check the argument types of the public functions, so that a mistake raises UsageError with one sentence."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KINDS: Mapping[type, str] = {str: "names", int: "integers"}
 
 
 def require_tuples(kind: type, **arguments: Any) -> None:
-    """Raise UsageError unless each argument is an iterable of ``kind`` (str or int), and no string."""
+    """Raise UsageError unless each argument is an iterable of ``kind`` (str or int) and not a string."""
     for name, value in arguments.items():
         is_iterable = isinstance(value, Iterable) and not isinstance(value, str)
         if is_iterable and all(type(each) is kind for each in value):

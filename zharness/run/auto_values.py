@@ -29,7 +29,7 @@ TRAINER_DEFAULTS: Mapping[str, Any] = {
     "amp.opt_level": "O1",
 }
 OPTIMIZER_RATE, LARGEST_RATE = "optimizer.params.lr", "scheduler.params.warmup_max_lr"
-# Why a value is not simply the default of the Trainer.
+# The reason why a value differs from the default of the Trainer.
 REASONS: Mapping[str, str] = {
     "scheduler.params.warmup_num_steps": "the least that DeepSpeed accepts, since it refuses the 0 of the Trainer",
 }
@@ -42,7 +42,7 @@ SIZE_KEYS = tuple(
     f"zero_optimization.{key}"
     for key in ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
 )
-BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu")  # no law uses them, whatever their value
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu")  # no law uses these keys
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class FilledConfig:
 
 
 def fill_auto_values(name: str, config: Mapping[str, Any]) -> FilledConfig:
-    """Replace every "auto" in the configuration. Raises ConfigError that names each one that the Trainer leaves."""
+    """Replace every "auto" in the configuration. Raises ConfigError with each key that the Trainer does not fill."""
     found = [path for path in find_auto_values(config) if path not in BATCH_KEYS]
     unknown = [path for path in found if path not in (*TRAINER_DEFAULTS, *DATA_KEYS, *SIZE_KEYS)]
     if unknown:
@@ -88,7 +88,7 @@ def find_auto_values(config: Mapping[str, Any], prefix: str = "") -> Iterator[st
 
 
 def replace_values(config: Mapping[str, Any], values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a copy of ``config`` with ``values``, by path; a path whose value is None is left out."""
+    """Return a copy of ``config`` with the values that ``values`` has by path; None removes the key of the path."""
     replaced = {
         key: replace_values(value, values, f"{prefix}{key}.")
         if isinstance(value, Mapping)
@@ -99,7 +99,7 @@ def replace_values(config: Mapping[str, Any], values: Mapping[str, Any], prefix:
 
 
 def explain_value(path: str, value: Any, reasons: Mapping[str, str]) -> str:
-    """Return the sentence that says by what an "auto" was replaced, and why; ``reasons`` are those of some paths."""
+    """Return a sentence that says which value replaced an "auto", and why; ``reasons`` maps some paths to reasons."""
     if path in SIZE_KEYS:
         return f'{path} is "auto": the engine\'s own default, since no number depends on it'
     default = DATA_KEYS[path][1] if path in DATA_KEYS else "the default of the Trainer of transformers"

@@ -1,6 +1,7 @@
-"""Find cells that may reach a change beyond those of the matrix that a record has.
+"""Find further cells that may reach a change, beside the cells that both the matrix and the record of reach have.
 
-These are the other cells of the record, those of the matrix that it lacks, and cells with another option or window.
+Further cells are cells that only the record has, cells that only the matrix has, and cells with one more option or
+another window.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from zharness.run.configuration import cell_setting, is_config_file
 from zharness.run.plan import ClaimsLookup, Request
 from zharness.run.reach import CellReach, name_in_record
 
-# Of a change. At 374 cells in 183 processor seconds (scripts/reverted_fixes.py, docs/your-engine.md) two idle cores run
-# about as many in two minutes, so that there is no time for cells that the record lacks.
+# The number of cells to which the cells of a change are filled up. At 374 cells in 183 processor seconds
+# (scripts/reverted_fixes.py, docs/your-engine.md), two idle cores run about 500 cells in two minutes, so that there is
+# no time for cells that the record lacks.
 ENOUGH_CELLS = 500
-WINDOWS = ("2_by_caller", "2_by_engine")  # in which cells run that have another window or none
-MIN_KEY_LENGTH = 8  # of a key that identifies an option in source; shorter ones are words such as "enabled"
-MIN_WORD_LENGTH = 4  # of a word that names a law
-MAX_LAWS_OF_WORD = 3  # more have words such as "grad" and "step"
+WINDOWS = ("2_by_caller", "2_by_engine")  # accumulation windows that further cells get
+MIN_KEY_LENGTH = 8  # the length of a key that identifies an option in source; shorter keys are words such as "enabled"
+MIN_WORD_LENGTH = 4  # the length of a word that identifies a law
+MAX_LAWS_OF_WORD = 3  # a word such as "grad" or "step", which more laws have in their names, identifies no law
 COMMON_KEYS = frozenset({"zero_optimization"})
 ACCUMULATION = "accumulation"  # stands for every window of several micro-batches
 MENTIONS = {
@@ -43,8 +45,8 @@ def plan_recorded_cells(
 ) -> Iterator[PlannedCell]:
     """Yield the runnable cells of ``reach`` that ``request`` selects and its ``matrix`` lacks.
 
-    A covering array is not planned anew, which would take longer than the cells of a small change. Cells that this
-    version of zharness does not have are left out.
+    The function takes the cells of the covering array from the record, because planning a covering array would take
+    longer than running the cells of a small change. Cells that this version of zharness does not have are left out.
     """
     known = {cell.cell for cell in matrix}
     laws = {law.name: law for law in find_laws(request.patterns)}
@@ -75,10 +77,11 @@ def plan_recorded_cells(
 
 
 def estimate_reach(cells: Sequence[PlannedCell], reach: Mapping[str, CellReach]) -> dict[str, CellReach]:
-    """Return what those of ``cells`` that the record ``reach`` lacks may reach, by ``name_in_record``.
+    """Estimate the reach of those ``cells`` that the record ``reach`` lacks; return it by ``name_in_record``.
 
-    That is what at least half of the recorded cells of the same law and stage reach: the record may be part of a run,
-    or older than a model or a variant of the law. Cells of a law that the record lacks at their stage are left out.
+    A record lacks cells if it is of a part of a run, or older than a model or a variant of a law. The estimate for a
+    cell is the functions that at least half of the recorded cells of the same law and stage reach. A cell is left out
+    if the record has no cell of its law and stage.
     """
     recorded = dict[tuple[str, int], list[CellReach]]()
     for name, each in reach.items():
@@ -91,7 +94,10 @@ def estimate_reach(cells: Sequence[PlannedCell], reach: Mapping[str, CellReach])
 
 @cache
 def average_reach(group: tuple[CellReach, ...]) -> CellReach:
-    """Return what at least half of ``group`` reach, in the mean of their seconds; it failed if they all did."""
+    """Return the functions that at least half of ``group`` reach, the mean of their seconds, and a verdict.
+
+    The verdict is a failure only if all of ``group`` failed.
+    """
     counts = Counter(name for each in group for name in each.functions)
     functions = frozenset(name for name, count in counts.items() if 2 * count >= len(group))
     verdict = next((each.verdict for each in group if not each.failed), group[0].verdict)
@@ -101,12 +107,12 @@ def average_reach(group: tuple[CellReach, ...]) -> CellReach:
 def plan_further_cells(
     reaching: Sequence[PlannedCell], claims: ClaimsLookup, mentioned: Set[str] = frozenset()
 ) -> Iterator[tuple[PlannedCell, PlannedCell]]:
-    """Yield runnable cells with another window or dtype or one option more, each behind the cell it comes from.
+    """Yield pairs of a cell of ``reaching`` and a runnable copy of it with another window or dtype or one more option.
 
     A record has each law under each option, but not each variant and model of the law, and not each option in each
-    window and stage. The cells come in rounds, each of which gives every cell of ``reaching`` that can have it one
-    option, dtype or window: those ``mentioned`` in the first rounds, then the windows. Only cells without options get
-    an option or a dtype.
+    window and stage. The function goes through options, dtypes and windows, and yields for each of them the copies of
+    all cells that support it: first the options and dtypes that are ``mentioned``, then the windows, then the other
+    options. Only cells without options get an option or a dtype.
     """
     claimed = {
         (base.cell.engine, base.cell.stage): claims(base.cell.engine, base.cell.stage)
@@ -130,7 +136,7 @@ def plan_further_cells(
 
 
 def extend_cell(cell: Cell, name: str) -> Cell | None:
-    """Return ``cell`` with the window, dtype or option ``name``, or None if it has that one already.
+    """Return ``cell`` with the window, dtype or option ``name``, or None if the cell has ``name`` already.
 
     A cell with options or a window gets no dtype or option.
     """
@@ -142,9 +148,9 @@ def extend_cell(cell: Cell, name: str) -> Cell | None:
 
 
 def set_window(cell: Cell, window: str) -> Cell | None:
-    """Return ``cell`` with an accumulation window, such as ``2_by_caller``, or None if it has that one already.
+    """Return ``cell`` with an accumulation window, such as ``2_by_caller``, or None if it has that window already.
 
-    It calls the engine's backward, because not every window can have other calls.
+    The returned cell calls the engine's backward, because not every window supports the other calls of backward.
     """
     setting = cell_setting(cell.engine_variant)
     if setting.window == window:
@@ -153,9 +159,10 @@ def set_window(cell: Cell, window: str) -> Cell | None:
 
 
 def find_mentions(options: Mapping[str, EngineOption], text: str) -> frozenset[str]:
-    """Return the values of axes that ``text``, the branches and lines of a change, names.
+    """Return the values of axes that ``text``, the branches and lines of a change, mentions.
 
-    These are the names of ``options`` whose keys it has, of dtypes, and ACCUMULATION for the windows.
+    These are the names of the ``options`` that have a key in ``text``, the dtypes in ``text``, and ACCUMULATION if
+    ``text`` mentions accumulation.
     """
     mentioned = {
         name
@@ -166,7 +173,7 @@ def find_mentions(options: Mapping[str, EngineOption], text: str) -> frozenset[s
 
 
 def find_named_laws(laws: Set[str], text: str) -> frozenset[str]:
-    """Return those of ``laws`` whose names have a word of ``text``, the changed lines, that few other names have.
+    """Return the ``laws`` whose names share with ``text``, the changed lines, a word that few laws have.
 
     ``dtype`` in a line stands for ``precision.buffers_keep_dtype``. Words are compared without a final s.
     """
@@ -203,9 +210,10 @@ def add_further_cells(
     claims: ClaimsLookup,
     mentioned: Set[str] = frozenset(),
 ) -> tuple[dict[PlannedCell, frozenset[str]], dict[str, CellReach]]:
-    """Return ``reaching`` and ``reach`` with further cells, up to ENOUGH_CELLS; they may reach what their base does.
+    """Return ``reaching`` and ``reach`` with further cells, up to ENOUGH_CELLS cells.
 
-    Cells that failed when they were recorded do not count, and none comes from them.
+    The reach of a further cell is assumed to be that of the cell from which it is made. Cells that failed when they
+    were recorded do not count towards ENOUGH_CELLS, and no further cell is made from them.
     """
     cells, measured = dict(reaching), dict(reach)
     bases = [cell for cell in reaching if not reach[name_in_record(cell.cell)].failed]

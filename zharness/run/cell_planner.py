@@ -64,7 +64,7 @@ class CellPlanner:
         return PlannedCell(cell, not_comparable)
 
     def _get_claims(self, options: tuple[str, ...], mesh: Mesh) -> Capabilities:
-        """Return what the engine claims under ``options`` on ``mesh``, computed once."""
+        """Return the claims of the engine under ``options`` on ``mesh``, which are computed once and cached."""
         key = (options, mesh)
         if key not in self._claims_of_settings:
             self._claims_of_settings[key] = self.capabilities.with_options(options).on_mesh(mesh)
@@ -133,7 +133,7 @@ def list_calibrated_laws(mesh: Mesh) -> str:
 
 
 def allows_for_split_sums(law: Law, cell: Cell) -> bool:
-    """Return whether the law judges the cell although tp adds up sums of its model in parts."""
+    """Return whether the law can judge the cell although tp computes sums of its model as partial sums on each rank."""
     is_random = is_user_model(cell.model) or not model_spec(cell.model).exact
     return law.judges_split_sums and TENSOR in cell.mesh.axes and cell.storage_dtype == "fp32" and is_random
 
@@ -142,7 +142,7 @@ def reason_not_comparable(law: Law, cell: Cell, capabilities: Capabilities) -> s
     """Return the reason why no tolerance can be justified for a cell, or '' if one can be justified."""
     reduce_dtype = capabilities.reduce_dtypes.get(cell.storage_dtype, cell.storage_dtype)
     compares_itself = law.get_variant(cell.variant).compares_engine_with_itself
-    # A reduction in fp32 rounds no more than one in the dtype of the cell.
+    # A reduction in fp32 rounds no more than a reduction in the dtype of the cell.
     if reduce_dtype not in (*law.dtypes, "fp32") and not compares_itself:
         stated = ", ".join(law.dtypes)
         return f"{law.name} applies only to the dtypes {stated}, and gradients are reduced in {reduce_dtype}"
@@ -157,7 +157,7 @@ def reason_not_comparable(law: Law, cell: Cell, capabilities: Capabilities) -> s
     is_calibrated = law.is_calibrated or allows_for_split_sums(law, cell)
     is_tolerant = is_calibrated or compares_itself
     needs_exact_sums = (law.weights_stay_integers and law.tier is Tier.EXACT) or is_calibrated
-    # The law of Muon compares the momentum bitwise with the exact mean, too.
+    # The law of Muon also compares the momentum bitwise with the exact mean.
     is_exact_mean = (needs_exact_sums and not compares_itself) or Feature.MUON in law.features
     if is_exact_mean and cell.storage_dtype == "fp32" and reduce_dtype != "fp32":
         return (

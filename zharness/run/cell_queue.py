@@ -1,7 +1,7 @@
 """Decide which cell a free runner runs next, so that each runner keeps to one pool of ranks and one model.
 
-Ranks are slow in the first cell of a kind: torch computes and remembers how to shard each operation of a model. If two
-runners shared the cells of a pool or of a model, each would have to warm up its own team of ranks for all of them.
+Ranks are slow in the first cell of a pool and model: torch computes and caches how to shard each operation of a model.
+If two runners shared the cells of a pool or of a model, each would have to warm up its own team of ranks for them.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Group = Callable[[PlannedCell], CellGroup]
 
 
 def by_pool(planned: PlannedCell) -> CellGroup:
-    """Return the pool and the model of a cell: a runner takes all cells of one group before it begins another."""
+    """Return the pool and the model of a cell: a runner takes all cells of one group before those of another group."""
     return CellGroup(rank_pool(planned.cell), planned.cell.model)
 
 
 def in_order(planned: PlannedCell) -> CellGroup:
-    """Return the same group for every cell: runners take all cells in their order."""
+    """Return the same group for every cell, so that runners take the cells in their given order."""
     return CellGroup("", "")
 
 
@@ -46,7 +46,7 @@ class CellQueue:
             self._left.setdefault(group(cell), deque()).append(cell)
 
     def take(self, runner: Hashable) -> PlannedCell:
-        """Return the next cell of the runner's group, else of another group."""
+        """Remove and return the next cell of the runner's group, or of another group if its group is empty."""
         with self._lock:
             group = self._choose_group(self._group_of.pop(runner, None))
             self._group_of[runner] = group
@@ -58,7 +58,8 @@ class CellQueue:
     def _choose_group(self, last: CellGroup | None) -> CellGroup:
         """Return ``last`` if it has cells left, else a group of its pool, else of a pool that no other runner has.
 
-        Groups of other runners come last, and then the largest: two runners finish it together.
+        Take from another runner's group only if nothing else is left, from the largest: two runners then finish that
+        group together.
         """
         if last in self._left:
             return last

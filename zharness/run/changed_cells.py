@@ -1,4 +1,4 @@
-"""Choose the cells that reach the functions which a change touches, those that are likely to fail first."""
+"""Choose the cells that reach the functions which a change touches; cells that are likely to fail come first."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from zharness.run.reach import CellReach, name_in_record, read_reach
 
 MAX_NAMED = 5  # functions in a sentence
 NAMED_LAW_FACTOR = 10  # for a cell whose law has a rare word of the changed lines in its name
-FAILED_FACTOR = 0.25  # for a cell that failed when it was recorded: it notices a change if it fails otherwise
-MIN_SECONDS = 0.05  # of a cell; a measured time below it says nothing
+FAILED_FACTOR = 0.25  # for a cell that failed when it was recorded: it detects a change only by failing differently
+MIN_SECONDS = 0.05  # of a cell; shorter measured times are noise
 
 
 @dataclass(frozen=True)
 class ChangeSelection:
     """The commit from which a change of an engine's source starts, and the record of what each cell reaches.
 
-    The change starts where HEAD left ``base``.
+    The change starts at the merge base of HEAD and ``base``.
     """
 
     base: str
@@ -91,7 +91,9 @@ def select_changed_cells(request: Request, claims: ClaimsLookup, selection: Chan
         added = len(candidates) - len(chosen)
         likely = sum(name_in_record(cell.cell) in estimated for cell in chosen)
         sentence += (
-            f"; of these, not in the record, but most cells of their laws reach them: {likely}" if likely else ""
+            f"; of these, cells that the record lacks, and that may reach them like most of their laws: {likely}"
+            if likely
+            else ""
         )
         sentences.append(sentence + (f"; cells with another option or window: {added}" if added else ""))
     return ChangedCells(tuple(cells), "\n".join(sentences))
@@ -108,7 +110,7 @@ def describe_selection(
 ) -> str:
     """Describe how many functions differ, how many of ``cells`` reach them, and which functions no cell reaches.
 
-    ``unmeasured`` are the files that the change touches and that are no source of the record.
+    ``unmeasured`` are the files that the change touches and that the record does not measure.
     """
     parts = [
         f"{engine}: functions and branches changed since {base}: {len(changed)}{name_some(changed)}",
@@ -117,12 +119,12 @@ def describe_selection(
     outside = find_unreached_modules(cells, reach, changed)
     if outside:
         parts.append(
-            "changed in files of which no cell reaches a function, or which the record does not measure, so that every "
+            "changed files in which no cell reaches a function, or which the record does not measure, so that every "
             f"cell runs: {len(outside)}{name_some(outside)}"
         )
     if unmeasured:
         parts.append(
-            "changed files that are no source of the record, so that nothing says which cells they affect: "
+            "changed files that are not sources of the record, so that nothing says which cells they affect: "
             f"{len(unmeasured)}{name_some(unmeasured)}"
         )
     missed = changed - frozenset().union(*reaching.values())
@@ -130,7 +132,7 @@ def describe_selection(
         parts.append(f"functions that no cell reaches: {len(missed)}{name_some(missed)}")
     unknown = sum(name_in_record(cell.cell) not in reach for cell in cells)
     if unknown:
-        parts.append(f"cells that are not in the record, and do not run: {unknown}")
+        parts.append(f"cells that are not in the record and do not run: {unknown}")
     return "; ".join(parts)
 
 
@@ -143,11 +145,11 @@ def name_some(functions: Set[str]) -> str:
 def find_reaching_cells(
     cells: Sequence[PlannedCell], reach: Mapping[str, CellReach], changed: Set[str]
 ) -> dict[PlannedCell, frozenset[str]]:
-    """Return each cell that reaches a function of ``changed``, with those that it reaches.
+    """Return each cell that reaches a function of ``changed``, with the changed functions that the cell reaches.
 
-    A change of a file outside of its functions, such as of a constant or of the default of a dataclass, is reached by
-    every cell that reaches any function of the file. If no cell does, others may read the constant, and every cell of
-    the record reaches it.
+    A change of a file outside of its functions, such as of a constant or of the default of a dataclass, counts as
+    reached by every cell that reaches any function of the file. If no cell reaches a function of the file, code in
+    other files may still read the constant, so that the change counts as reached by every cell of the record.
     """
     modules = {name for name in changed if name.endswith(f":{MODULE_LEVEL}")}
     everywhere = find_unreached_modules(cells, reach, changed)
@@ -176,12 +178,12 @@ def find_unreached_modules(
 
 
 def find_functions_of_modules(modules: Set[str], functions: Set[str]) -> frozenset[str]:
-    """Return those of ``functions`` that are in a file whose lines outside of functions are among ``modules``."""
+    """Return the ``functions`` of those files whose module level (``FILE:<module>``) is among ``modules``."""
     return frozenset(name for name in functions if f"{name.partition(':')[0]}:{MODULE_LEVEL}" in modules)
 
 
 def list_modules(functions: Set[str]) -> frozenset[str]:
-    """Return the name of the lines outside of functions in each file that has one of ``functions``."""
+    """Return ``FILE:<module>``, the name of the lines outside of functions, for each file of ``functions``."""
     return frozenset(f"{name.partition(':')[0]}:{MODULE_LEVEL}" for name in functions)
 
 
@@ -191,13 +193,13 @@ def order_cells(
     mentioned: Set[str] = frozenset(),
     named_laws: Set[str] = frozenset(),
 ) -> Iterator[PlannedCell]:
-    """Yield the cells, at each point the most promising one.
+    """Yield the cells; each is the one among the remaining cells that is most likely to detect the change.
 
-    Those come first that have the most of the values ``mentioned``, which the change names. Then a cell promises more,
-    the fewer cells reach the changed functions and branches that it reaches, the more pairs of its law variant,
-    options, model and other values no earlier cell has, and the shorter it is. One of ``named_laws`` promises more, and
-    one that failed when it was recorded promises less. Every function of a file that differs outside of functions
-    counts as changed: otherwise the cells that reach any would all promise the same.
+    Cells that have the most of the values ``mentioned``, which the change names, come first. Among these, a cell comes
+    earlier if few cells reach the changed functions and branches that it reaches, if it has many pairs of its law
+    variant, options, model and other values that no earlier cell has, and if it is short. A cell of ``named_laws`` is
+    rated higher, and a cell that failed when it was recorded is rated lower. If a file differs outside of functions,
+    every function of the file counts as changed; otherwise all cells that reach the file would be rated the same.
     """
     touched = {
         cell: functions | find_functions_of_modules(functions, reach[name_in_record(cell.cell)].functions)
@@ -209,15 +211,15 @@ def order_cells(
     }
 
     def rate(cell: PlannedCell) -> tuple[int, float, float]:
-        """Return how promising a cell is, negated: first by its pairs that are missing, then without them."""
+        """Return the negated rating of a cell: its mentioned values, its rate with its missing pairs, and without."""
         recorded = reach[name_in_record(cell.cell)]
         rate = sum(1 / counts[name] for name in touched[cell]) / max(MIN_SECONDS, recorded.seconds)
         rate *= NAMED_LAW_FACTOR if cell.cell.law in named_laws else 1
         rate *= FAILED_FACTOR if recorded.failed else 1
         return -count_mentions(cell.cell, mentioned), -rate * (1 + len(missing[cell])), -rate
 
-    # A cell has fewer missing pairs after each choice, never more: the first of the heap is the most promising cell if
-    # it still is when it is rated again.
+    # A cell never has more missing pairs after a choice than before. So the first cell of the heap is the best cell if
+    # its rating is still the same when it is computed again.
     heap = [(rate(cell), position, cell) for position, cell in enumerate(reaching)]
     heapify(heap)
     found = set[Pair]()

@@ -22,7 +22,7 @@ from zharness.run.engine_sources import (
 )
 from zharness.run.reach import shorten_path
 
-# The prefixes and the quotes of paths are options of git that a user may have set otherwise.
+# These options fix the prefixes and the quotes of paths, which a user's configuration of git may change.
 DIFF = (
     *("-c", "core.quotePath=false", "diff", "--unified=0", "--no-color", "--no-ext-diff", "--no-textconv"),
     *("--no-renames", "--src-prefix=a/", "--dst-prefix=b/"),
@@ -32,10 +32,10 @@ _HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
 
 @dataclass(frozen=True)
 class Hunk:
-    """The lines of one change in a file: those that the commit has, and those that the working tree has.
+    """The lines of one change in a file: the lines of the commit, and the lines of the working tree.
 
-    ``path`` is that of the working tree, or that of the commit for a file that was deleted. The range of a side that
-    has no lines of the change starts at the line which follows it there.
+    ``path`` is the path in the working tree, or the path in the commit for a deleted file. If the change has no lines
+    on one side, the empty range of that side starts at the line that follows the change there.
     """
 
     path: str
@@ -60,9 +60,9 @@ class FileChange:
 class ChangedSource:
     """The repository of an engine's source, the commit from which a change starts, and the source files.
 
-    ``modules`` are those that a record of reach measures. ``packages`` are the folders of their top-level packages, and
-    the files of modules that are in none. ``files`` has the files of all these, those that a record does not measure
-    too, by their path in the repository.
+    ``modules`` are the modules that a record of reach measures. ``packages`` are the folders of their top-level
+    packages, and the files of modules that are in no package. ``files`` maps paths in the repository to all files of
+    ``packages``, including files that a record does not measure.
     """
 
     root: Path
@@ -76,7 +76,7 @@ class ChangedSource:
         return path in self.files or (not (self.root / path).exists() and self.had(path))
 
     def had(self, path: str) -> bool:
-        """Return whether the deleted file ``path`` was in one of the packages, or a module of the engine beside one."""
+        """Return whether the deleted file ``path`` was in one of the packages, or was a module outside of a package."""
         deleted, names = self.root / path, {f"{name}.py" for name in list_top_level(self.modules)}
         return any(
             deleted.is_relative_to(package) or (deleted.parent == package.parent and deleted.name in names)
@@ -94,19 +94,19 @@ class ChangedSource:
         return self.has(path) and any(name == f"{each}.py" or name.startswith(f"{each}/") for each in modules)
 
     def read_both_sides(self, path: str) -> tuple[str, str]:
-        """Return the text of the file ``path`` in the commit and in the working tree; '' where there is none."""
+        """Return the text of the file ``path`` in the commit and in the working tree; '' on a side that lacks it."""
         shown = call_git(self.root, "show", f"{self.start}:{path}")
         new_text = self.files[path].read_text("utf-8", errors="replace") if path in self.files else ""
         return "" if shown.returncode else shown.stdout, new_text
 
 
 def list_top_level(modules: Sequence[str]) -> tuple[str, ...]:
-    """Return the top-level packages and modules that ``modules`` are or belong to."""
+    """Return the top-level packages and modules to which ``modules`` belong."""
     return tuple(dict.fromkeys(module.partition(".")[0] for module in modules))
 
 
 def find_changed_source(engine: str, base: str) -> ChangedSource:
-    """Find the source of ``engine`` and the commit at which it left ``base``.
+    """Find the source of ``engine``, and the merge base of its HEAD and ``base``.
 
     Raises UsageError if the source is not in a git repository, or if ``base`` is no commit that has a common ancestor
     with HEAD.
@@ -125,8 +125,9 @@ def find_changed_source(engine: str, base: str) -> ChangedSource:
 
 
 def find_unmeasured_files(engine: str, base: str) -> list[str]:
-    """Return the files of the repository of an engine's source that it changes since it left ``base``, and that no
-    record of reach measures: nothing says which cells read them. Raises UsageError as ``find_changed_source`` does.
+    """Return the files that changed in an engine's repository since its merge base, and that no record measures.
+
+    Nothing says which cells read these files. Raises UsageError as ``find_changed_source`` does.
     """
     source = find_changed_source(engine, base)
     changed = run_git(source.root, engine, *DIFF, "--name-only", "-z", source.start, "--")
@@ -134,15 +135,15 @@ def find_unmeasured_files(engine: str, base: str) -> list[str]:
 
 
 def find_changed_functions(engine: str, base: str, recorded: Set[str] = frozenset()) -> dict[str, str]:
-    """Return the functions that the working tree of an engine's source changes since it left ``base``.
+    """Return the functions and branches that changed in the working tree of an engine since its merge base.
 
-    They are named as in a record of reach, and each has the name that counts: of a branch that the change adds, and
-    that is not among the names ``recorded``, that of the innermost function or branch around it that ``base`` has. If
-    the condition of a branch changes, the branches that it had count too, and those that it has now are among the
-    names. Comments do not count, and neither does what ``base`` has changed since then. Lines outside of all functions
-    count as a function ``<module>`` of their file, and so do all lines of a file of the engine's packages that no
-    record measures, unless the engine is a small part of its distribution. A file that was renamed counts as deleted
-    under its old name and as new under the new one. Raises UsageError as ``find_changed_source`` does.
+    The merge base is that of HEAD and ``base``: later commits of ``base`` do not count, and neither do comments. The
+    keys are named as in a record of reach. Each value is the name to look up in a record: if the change adds a branch
+    that is not in ``recorded``, that is the innermost function or branch around it that the merge base or the record
+    has. If the condition of a branch changes, the old and the new branches are among the keys. Lines outside of all
+    functions count as a function ``<module>`` of their file. So do all lines of a file of the engine's packages that no
+    record measures, unless the engine is a small part of its distribution. A renamed file counts as deleted under its
+    old name and as new under its new name. Raises UsageError as ``find_changed_source`` does.
     """
     source = find_changed_source(engine, base)
     changed = dict[str, str]()
@@ -159,7 +160,7 @@ def find_changed_functions(engine: str, base: str, recorded: Set[str] = frozense
 
 
 def read_changed_lines(engine: str, base: str) -> str:
-    """Return the changed lines of the files that ``find_changed_functions`` names functions of, both old and new ones.
+    """Return the old and the new lines of each change in the files that a record of reach measures.
 
     Comments are left out. Raises UsageError as ``find_changed_source`` does, and SyntaxError or TokenError if a file is
     not valid Python.
@@ -184,7 +185,7 @@ def iter_file_changes(source: ChangedSource, engine: str) -> Iterator[FileChange
 
 
 def name_changes(change: FileChange, recorded: Set[str]) -> dict[str, str]:
-    """Return the functions and branches of one file that ``change`` touches, each with the name that counts.
+    """Map the functions and branches of one file that ``change`` touches to the names to look up in a record.
 
     ``recorded`` are the names that a record has of the file. Raises UsageError if a side is not valid Python.
     """
@@ -197,7 +198,7 @@ def name_changes(change: FileChange, recorded: Set[str]) -> dict[str, str]:
 
 
 def list_changed_lines(change: FileChange) -> tuple[set[int], set[int]]:
-    """Return the lines of ``change`` on the side of the commit, and on that of the working tree, without comments.
+    """Return the changed lines in the commit and in the working tree, without comments.
 
     Raises SyntaxError or TokenError if a side is not valid Python.
     """
@@ -207,7 +208,7 @@ def list_changed_lines(change: FileChange) -> tuple[set[int], set[int]]:
 
 
 def has_changed_code(change: FileChange) -> bool:
-    """Return whether ``change`` touches more than comments; a file that is not valid Python may be a template."""
+    """Return whether ``change`` touches more than comments; True for a file, such as a template, that is not Python."""
     try:
         return any(list_changed_lines(change))
     except (SyntaxError, TokenError):
@@ -215,7 +216,7 @@ def has_changed_code(change: FileChange) -> bool:
 
 
 def find_merge_base(root: Path, engine: str, base: str) -> str:
-    """Return the commit at which HEAD left ``base``. Raises UsageError if they have no common ancestor."""
+    """Return the merge base of HEAD and ``base``. Raises UsageError if they have no common ancestor."""
     commit = call_git(root, "rev-parse", "--verify", "--end-of-options", f"{base}^{{commit}}")
     if commit.returncode:
         raise UsageError(
@@ -235,7 +236,7 @@ def parse_diff(diff: str) -> Iterator[Hunk]:
     path = ""
     for line in diff.splitlines():
         if line.startswith("--- "):
-            path = line.removeprefix("--- a/")  # of a new file, whose path follows, it is /dev/null
+            path = line.removeprefix("--- a/")  # /dev/null for a new file; the next line has its path
         elif line.startswith("+++ b/"):
             path = line.removeprefix("+++ b/")
         elif path and (match := _HUNK.match(line)):
@@ -245,7 +246,7 @@ def parse_diff(diff: str) -> Iterator[Hunk]:
 
 
 def find_old_line(line: int, hunks: Sequence[Hunk]) -> int | None:
-    """Return where the commit has the ``line`` of the working tree, or None if it is new."""
+    """Return the number that ``line`` of the working tree has in the commit, or None if the line is new."""
     moved = 0
     for hunk in hunks:
         if line in hunk.new_lines:
@@ -256,28 +257,31 @@ def find_old_line(line: int, hunks: Sequence[Hunk]) -> int | None:
 
 
 def find_kept_condition_lines(functions: Sequence[FunctionLines], lines: Set[int], hunks: Sequence[Hunk]) -> set[int]:
-    """Return where the commit has the other lines of those conditions of ``functions`` that have new ``lines``."""
+    """Return the old numbers of the unchanged lines in those conditions of ``functions`` that contain new ``lines``."""
     changed = [each.condition_lines for each in functions if not lines.isdisjoint(each.condition_lines)]
     old_lines = (find_old_line(line, hunks) for condition in changed for line in condition)
     return {line for line in old_lines if line is not None}
 
 
 def name_functions(functions: Sequence[FunctionLines], lines: Set[int]) -> set[str]:
-    """Return those of ``functions`` that have ``lines``, their signatures included, and whose conditions do."""
+    """Return the functions, with their signatures, and the branches that contain ``lines``.
+
+    A branch also counts if its condition contains one of ``lines``.
+    """
     within = find_functions_of_lines(list(functions), set(lines), with_signatures=True)
     return within | name_branches(functions, lines)
 
 
 def name_branches(functions: Sequence[FunctionLines], lines: Set[int]) -> set[str]:
-    """Return the branches whose conditions have ``lines``."""
+    """Return the branches whose conditions contain one of ``lines``."""
     return {each.name for each in functions if not lines.isdisjoint(each.condition_lines)}
 
 
 def name_known_functions(functions: Sequence[FunctionLines], lines: Set[int], known: Set[str]) -> dict[str, str]:
-    """Return the functions and branches that have ``lines``, and the branches whose conditions do.
+    """Map the functions and branches that contain ``lines``, also in their conditions, to known names.
 
-    Each has the innermost one of ``known`` that it is or that is around it. One that none of ``known`` is around, such
-    as a new function, has its own name.
+    The known name is that of the function or branch itself if it is in ``known``, else that of the innermost one around
+    it that is in ``known``. If there is none, as for a new function, it is the name itself.
     """
     names = dict[str, str]()
     for line in lines:

@@ -15,7 +15,7 @@ _NUMBER = re.compile(r"0x[0-9a-f]+|-?\d[\d.]*(?:e[+-]?\d+)?")
 
 
 class LawStatus(Enum):
-    """The status of a record's law. Expected failures do not matter: the law of an excused failure is BROKEN."""
+    """The status of a record's law, regardless of expected failures: the law of an excused failure is BROKEN."""
 
     HOLDS = "holds"
     BROKEN = "broken"

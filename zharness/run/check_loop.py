@@ -76,17 +76,17 @@ class RunReporter(Protocol):
 
 @dataclass(frozen=True)
 class Stop:
-    """The number of unexpected outcomes, and the seconds, after which no other cell starts; 0 sets no limit."""
+    """The number of unexpected outcomes, and the seconds, after which no further cell starts; 0 sets no limit."""
 
     failures: int = 0
     seconds: float = 0.0
 
     def has_failed(self, failures: int) -> bool:
-        """Return whether a run stops after this number of unexpected outcomes."""
+        """Return whether the run has to stop after this number of unexpected outcomes."""
         return bool(self.failures) and failures >= self.failures
 
     def is_over(self, seconds: float) -> bool:
-        """Return whether a run stops after these seconds, whatever its outcomes are."""
+        """Return whether the run has to stop after this number of seconds."""
         return bool(self.seconds) and seconds >= self.seconds
 
 
@@ -100,8 +100,8 @@ class RunOptions:
     ``timeout`` is the time limit in seconds for the ranks of one cell. ``seed`` is mixed into the seed of every cell.
     ``jobs`` is the number of cells that run at a time; 0 means one cell per core. ``shuffle_seed`` determines the order
     in which cells run; None keeps the order of the matrix. ``stop`` says when a run stops early. If ``changes`` is not
-    None, the cells that reach a changed function of an engine run, and no others. ``reach_file`` is the file into which
-    the functions that each cell reaches are written, or None. ``earlier_cells`` have run before, and do not run again.
+    None, only the cells that reach a changed function of an engine run. If ``reach_file`` is not None, the run writes
+    the functions that each cell reaches into that file. ``earlier_cells`` have run before, and do not run again.
     """
 
     timeout: float = 60.0
@@ -119,7 +119,7 @@ class RunOptions:
     def create_runner(self, environments: Mapping[str, RankEnvironment], reach_folder: Path | None = None) -> Runner:
         """Create the runner of one lane, with a rank server for each of ``environments``.
 
-        If ``reach_folder`` is not None, ranks write into it which functions they reach.
+        If ``reach_folder`` is not None, ranks write the functions that they reach into that folder.
         """
         expected, observe = self.user_expected_failures, observe_and_judge.observe
         if reach_folder is not None:
@@ -127,11 +127,11 @@ class RunOptions:
         return Runner(environments, self.timeout, self.seed, self.isolation, expected, self.withheld_policy, observe)
 
     def read_earlier_reach(self) -> Mapping[str, CellReach]:
-        """Return what the earlier cells have reached, if the run records reach. Raises UsageError."""
+        """Return the recorded reach of the earlier cells, if this run records reach. Raises UsageError."""
         return read_earlier_reach(self.reach_file, self.earlier_cells) if self.reach_file is not None else {}
 
     def ran_earlier(self, planned: PlannedCell, earlier_reach: Mapping[str, CellReach]) -> bool:
-        """Return whether a cell has run before, and what it reaches is known if this run records that."""
+        """Return whether a cell has run before; if this run records reach, its recorded reach must also be known."""
         if planned.cell not in self.earlier_cells or self.reach_file is None:
             return planned.cell in self.earlier_cells
         return bool(planned.unsupported_reason) or name_in_record(planned.cell) in earlier_reach
@@ -139,7 +139,7 @@ class RunOptions:
     def order_cells(self, cells: Sequence[PlannedCell]) -> Sequence[PlannedCell]:
         """Return the cells in the order in which they run, the cells of one pool of ranks one after the other.
 
-        Cells that were selected for a change keep their order, in which the most promising come first.
+        Cells that were selected for a change keep their order, in which the cells that are likely to fail come first.
         """
         if self.changes is not None:
             return cells
@@ -150,7 +150,7 @@ class RunOptions:
 
     @property
     def group(self) -> Group:
-        """What a runner prefers to take: cells of one pool, unless the cells have an order of their own."""
+        """The function that groups cells, of which a runner prefers one group: by pool, unless the order is fixed."""
         return by_pool if self.changes is None and self.shuffle_seed is None else in_order
 
     def job_count(self) -> int:
@@ -163,9 +163,9 @@ class RunOptions:
 class RunResult:
     """The records of a run in the order of the matrix.
 
-    ``unmatched_failures`` has a sentence for each expected failure that matched no cell, or only cells that pass under
-    options that it names. ``coverage`` has a sentence for each engine with the number of covered pairs, and one for
-    each claim that would add cells.
+    ``unmatched_failures`` has a sentence for each expected failure that matched no cell, or that names options and
+    matched only cells that pass. ``coverage`` has a sentence for each engine with the number of covered pairs, and a
+    sentence for each claim that would add cells.
     """
 
     records: list[Record]
@@ -174,7 +174,7 @@ class RunResult:
 
 
 class RunInterrupted(KeyboardInterrupt):
-    """Raised if Ctrl-C ended a run; ``records`` are those of the finished cells, ``cell_count`` counts all cells."""
+    """Raised if Ctrl-C ended a run; ``records`` has the finished cells, ``cell_count`` is the number of all cells."""
 
     def __init__(self, records: Sequence[Record], cell_count: int) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ class RunInterrupted(KeyboardInterrupt):
 
 
 def describe_coverage(planned: Plan) -> list[str]:
-    """Return a sentence for each engine with the pairs that are covered, and one on what the law set leaves out."""
+    """Return a sentence for each engine with its covered pairs, and a sentence with the laws that the law set lacks."""
     coverage = [f"{engine}: {covering.describe()}" for engine, covering in planned.coverings.items()]
     if planned.left_out:
         reasons = [f"{name}: {reason}" for name, reason in planned.left_out.items()]
@@ -194,8 +194,8 @@ def describe_coverage(planned: Plan) -> list[str]:
 def run_check(request: Request, options: RunOptions, reporter: RunReporter, get_environment: GetEnvironment) -> int:
     """Run every cell of ``request``, report the records, and return the command's exit code.
 
-    ``get_environment(engine)`` returns the environment of an engine's rank server. Ctrl-C reports the cells that have
-    finished. Raises UsageError if the request cannot be run or an output file cannot be written.
+    ``get_environment(engine)`` returns the environment of an engine's rank server. On Ctrl-C, the finished cells are
+    reported. Raises UsageError if the request cannot be run or an output file cannot be written.
     """
     launch = detect_launch()
     if launch is not None:
@@ -256,7 +256,7 @@ def run_request(
     if options.changes is not None:
         return RunResult(records, [], [*coverage, *stopped])
     if len(records) < len(cells):
-        # The cells that did not run might need the expected failures that no cell of this run has needed.
+        # An expected failure that no finished cell needed may belong to a cell that did not run.
         return RunResult(records, [], stopped)
     stale_failures = find_stale_failures(request, options, records)
     return RunResult(records, [*unmatched_failures, *stale_failures], [*coverage, *missing_claims])
@@ -274,7 +274,7 @@ def select_cells(
 
 
 def describe_stop(records: Sequence[Record], cells: Sequence[PlannedCell]) -> list[str]:
-    """Return a sentence on a run that stopped early, if it did: how many cells ran, and which laws did not."""
+    """Return a sentence if the run stopped early: how many cells ran, and which laws did not run; else no sentence."""
     if len(records) == len(cells):
         return []
     laws = sorted({cell.cell.law for cell in cells} - {record.cell.law for record in records})
@@ -283,14 +283,17 @@ def describe_stop(records: Sequence[Record], cells: Sequence[PlannedCell]) -> li
 
 
 def record_reach(records: Iterable[Record], recorder: ReachRecorder) -> Iterator[Record]:
-    """Yield ``records``, after adding what their cells have reached to ``recorder``."""
+    """Yield each of ``records`` after adding the functions that its cell reached to ``recorder``."""
     for record in records:
         recorder.add(record)
         yield record
 
 
 def collect_records(finished: Iterable[Record], sink: RecordFile | None, cells: Sequence[PlannedCell]) -> list[Record]:
-    """Write each record when its cell ends, and return all in the order of ``cells``; Ctrl-C raises RunInterrupted."""
+    """Write each record when its cell ends, and return all records in the order of ``cells``.
+
+    Raises RunInterrupted, with the records so far, on Ctrl-C.
+    """
     records: list[Record] = []
     try:
         for record in write_with_progress(finished, sink, len(cells)):
@@ -301,7 +304,10 @@ def collect_records(finished: Iterable[Record], sink: RecordFile | None, cells: 
 
 
 def find_stale_failures(request: Request, options: RunOptions, records: Sequence[Record]) -> list[str]:
-    """Describe the expected failures for options that no cell of a run needed; a run of single cells cannot know."""
+    """Describe the expected failures for options that no cell of a run needed.
+
+    Returns [] if every pattern is a cell id, because such a run cannot tell.
+    """
     if request.patterns and all(map(is_cell_id, request.patterns)):
         return []
     return describe_stale_failures(records, options.user_expected_failures)
@@ -326,12 +332,11 @@ def requested_engines(request: Request) -> list[str]:
 def run_cells(
     cells: Sequence[PlannedCell], runners: Sequence[Runner], stop: Stop = NEVER, group: Group = in_order
 ) -> Iterator[Record]:
-    """Run the cells, each on a free runner, which prefers those of one ``group``, and yield records as cells end.
+    """Run the cells on free runners, each of which prefers cells of one ``group``, and yield records as cells end.
 
-    After ``stop``, no other cell starts. Cells that are running then are reported if the seconds are over, as they may
-    be the first that fail, but not after the number of unexpected outcomes. A runner ends a pool of ranks
-    that no later cell needs. On an interrupt the runners' servers are closed first, which wakes the threads that wait
-    for their ranks.
+    After ``stop``, no further cell starts. At the time limit, wait for running cells and report them, since they may be
+    the first cells that fail; at the failure limit, discard them. A runner ends a pool of ranks that no later cell
+    needs. On an interrupt, the runners' servers are closed first, which wakes the threads that wait for their ranks.
     """
     lock, cells_left = Lock(), Counter(rank_pool(cell.cell) for cell in cells)
     free_runners: SimpleQueue[Runner] = SimpleQueue()

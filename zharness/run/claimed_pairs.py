@@ -17,8 +17,8 @@ def describe_uncoverable_pairs(
 ) -> list[str]:
     """Return a sentence for each reason why claimed pairs are not in ``coverable``, the most frequent first.
 
-    The pairs are those of a law and a value that the engine claims at some stage, and with ``with_values`` also
-    those of two such values. A law that needs a feature that the engine refuses everywhere has no pairs.
+    A pair is a law and a value that the engine claims at some stage; with ``with_values`` also two such values. A law
+    has no pairs if it needs a feature that the engine refuses at all stages.
     """
     reasons = Counter[tuple[str, str]]()
     for law in laws:
@@ -35,14 +35,14 @@ def describe_uncoverable_pairs(
 
 
 def explain_law_pair(axes: Axes, law: CoveredLaw, value: Value) -> str:
-    """Return why no cell of ``law`` has ``value``, from one cell for each stage with this value and defaults."""
+    """Return the reason why no cell of ``law`` has ``value``; try one cell at each stage, with defaults elsewhere."""
     axis, chosen = value
     reasons = [
         axes.find_refusal(law.law, axes.place_values(law, stage, [value]))
         for stage in axes.claims_at
         if (axis != "stage" or stage == chosen) and (axis != "option" or chosen in axes.claims_at[stage].engine_options)
     ]
-    # The law's name would make a reason of its own for each law.
+    # With the law's name in it, each law would have a different reason, and the reasons could not be counted.
     return next(filter(None, reversed(reasons)), "in no cell of the array").replace(law.law.name, "the law")
 
 

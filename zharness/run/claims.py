@@ -1,4 +1,4 @@
-"""Look up the capabilities that an engine claims. An engine that is named by its factory is built once in a rank."""
+"""Look up the capabilities that an engine claims. An engine that is given as a factory is built once on a rank."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def get_engine_version(engine: str) -> str:
 def probe_capabilities(engine: str, stage: int) -> Capabilities:
     """Build the engine once, on one rank and its device, and return the capabilities that the engine claims.
 
-    The engine is not built if its factory has ``capabilities`` by which it needs a mesh of several ranks.
+    The engine is not built if the ``capabilities`` of its factory say that it needs a mesh of several ranks.
     Raises UsageError if the factory cannot be imported, raises, changes its model, or returns an object that is not an
     Engine. Also raises UsageError if a gradient has a name or a shape that no parameter of the model has.
     """
@@ -88,7 +88,7 @@ def probe_capabilities(engine: str, stage: int) -> Capabilities:
 
 
 def list_known_claims(engine: str, stages: Sequence[int]) -> list[Capabilities]:
-    """Return what ``engine`` claims at each of ``stages``, or at all stages, as far as that is known without it."""
+    """Return the claims of ``engine`` at each of ``stages``, or at all stages, that are known without building it."""
     found = list[Capabilities]()
     for stage in stages or STAGES:
         with suppress(UsageError):  # a missing engine or checkout is reported when it is to be run

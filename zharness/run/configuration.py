@@ -262,7 +262,7 @@ def configuration_for(engine_variant: str) -> Configuration:
 
 
 def configuration_on(engine: str, engine_variant: str) -> Configuration:
-    """Load the configuration of an engine variant with the options that it stands for on ``engine``.
+    """Load the configuration of an engine variant, and translate its options to those of ``engine``.
 
     Keys without a meaning on this engine are among ``ignored_keys``. Raises ConfigError for a key that DeepSpeed does
     not have.

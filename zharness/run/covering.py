@@ -4,8 +4,8 @@ The axes are the engine's options, the stage, the accumulation window, the call 
 dtype. allpairspy builds a covering array of settings, in which every compatible pair of values occurs; a pair of
 options that allpairspy leaves out gets a setting of its own. Each law, or each variant of a law, then takes the
 settings that cover the most pairs that no earlier cell covered. If a law or an engine does not support some values of a
-setting, defaults replace these values. The model of a cell is one of its law's models, taken in turns; a pair of a
-model and another value counts if some cell of a law and a setting has it.
+setting, defaults replace these values. The cells of a law take the models of the law in turn. A pair of a model and
+another value has to be covered if some cell of a law in a setting has this pair.
 """
 
 from __future__ import annotations
@@ -41,19 +41,20 @@ WINDOWS = (
 
 
 class Depth(IntEnum):
-    """How many cells a run without the name of a cell has. Each depth has the cells of those before it."""
+    """The cells of a run that names no cell. Each depth has the cells of the lower depths and further cells."""
 
     MATRIX = 1  # each law under one setting
-    LAWS = 2  # each law also meets each value of each axis, and each two values meet
-    LAW_VARIANTS = 3  # each variant of each law meets each value, and laws that cover triples meet these
+    LAWS = 2  # each law also has a cell with each value of each axis, and each two values have a common cell
+    LAW_VARIANTS = 3  # each variant of each law has a cell with each value; laws that cover triples have cells for them
     SETTINGS = 4  # each variant of each law runs every setting of the array
 
 
 @dataclass(frozen=True)
 class CoveredLaw:
-    """A law, or one variant of it, that has to meet each value.
+    """A law, or one variant of it, that has to have a cell with each value.
 
-    ``name`` is its name in pairs. ``subjects`` are the models and law variants of its cells, which take turns.
+    ``name`` is the name of the law or variant in pairs. Its cells take the models and law variants in ``subjects`` in
+    turn.
     """
 
     law: Law
@@ -70,8 +71,8 @@ def name_in_pairs(cell: Cell, depth: Depth) -> str:
 class Axes:
     """The values of each axis over which cells of one engine are chosen. The first value of an axis is the default.
 
-    ``claims_at`` maps each stage to what the engine claims there. ``find_refusal`` returns the reason why a cell
-    cannot run, or ''. A setting joins at most ``joined_options`` options.
+    ``claims_at`` maps each stage to the claims of the engine at that stage. ``find_refusal`` returns the reason why a
+    cell cannot run, or ''. A setting has at most ``joined_options`` options.
     """
 
     engine: str
@@ -142,7 +143,7 @@ def list_values(cell: Cell) -> tuple[Value, ...]:
 
 @cache
 def _list_values(engine_variant: str, stage: int, world_size: int, dtype: str, model: str) -> tuple[Value, ...]:
-    """Return the values of a cell, as one tuple for all cells that have them."""
+    """Return the values of a cell; cells with the same values share one cached tuple."""
     setting = cell_setting(engine_variant)
     return (
         *(("option", name) for name in setting.options),
@@ -156,12 +157,12 @@ def _list_values(engine_variant: str, stage: int, world_size: int, dtype: str, m
 
 
 def list_pairs(cell: Cell, name: str) -> set[Pair]:
-    """Return the pairs that ``cell`` covers: ``name``, that of its law, with each value, and each two of its values."""
+    """Return the pairs that ``cell`` covers: ``name``, the name of its law, with each value, and each two values."""
     return list_law_pairs(name, [cell]) | list_value_pairs(list_values(cell))
 
 
 def list_law_pairs(name: str, cells: Sequence[Cell]) -> set[Pair]:
-    """Return the pairs of ``name``, that of a law, and each value of its ``cells``."""
+    """Return the pairs of ``name``, the name of a law, and each value of the law's ``cells``."""
     return {frozenset((name, value)) for value in set[Value]().union(*map(list_values, cells))}
 
 
@@ -179,7 +180,7 @@ def build_settings(axes: Axes) -> list[Cell]:
     def is_compatible(row: Sequence[Any]) -> bool:
         """Return whether the first values of a row can occur in one cell; later values are not chosen yet."""
         names, chosen = list_option_names(row[:count]), row[count:]
-        # The same options in another order, and those with empty columns behind them, are another row's.
+        # Refuse options in another order, and an empty column behind an option: another row has the same options.
         places = [options.index(name) for name in row[:count]]
         if any(first and first >= second for first, second in pairwise(places)):
             return False
@@ -189,7 +190,7 @@ def build_settings(axes: Axes) -> list[Cell]:
     rows = AllPairs((*(options,) * count, *others), filter_func=is_compatible)
     cells = [make_setting_cell(axes.engine, row[:count], row[count:]) for row in rows]
     covered = set().union(*(list_value_pairs(list_values(cell)) for cell in cells))
-    # allpairspy gives up a pair if its first attempts to complete the row run into the filter.
+    # allpairspy gives up a pair if the filter refuses its first attempts to complete the row.
     for stage, *names in product(axes.claims_at, options, options):
         columns = [*[""] * (count - len(names)), *names]
         found = (
@@ -213,7 +214,7 @@ def list_option_names(columns: Sequence[str]) -> list[str]:
 
 
 def make_setting_cell(engine: str, option_columns: Sequence[str], values: Sequence[Any]) -> Cell:
-    """Return the cell of a row of the covering array: its options, and its values of the other axes.
+    """Return the cell of a row of the covering array, with the options and the values of the other axes in the row.
 
     The cell has no law and no model.
     """
@@ -235,7 +236,10 @@ class Covering:
     uncoverable: tuple[str, ...] = ()
 
     def describe(self) -> str:
-        """Describe how many pairs of each kind are covered, as in ``option x window 50 of 50``, and which cannot be."""
+        """Describe how many pairs of each kind are covered, as in ``option x window 50 of 50``, and which cannot be.
+
+        The last lines are the sentences of ``uncoverable``.
+        """
         covered, coverable = (Counter(map(pair_kind, pairs)) for pairs in (self.covered, self.coverable))
         kinds = ", ".join(f"{kind} {covered[kind]} of {count}" for kind, count in sorted(coverable.items()))
         sentence = f"{len(self.covered)} of {len(self.coverable)} pairs covered: {kinds}"
@@ -243,7 +247,7 @@ class Covering:
 
 
 def pair_kind(pair: Pair) -> str:
-    """Return the kind of a pair, as in ``law x option``; pairs of other axes are ``other``."""
+    """Return the kind of a pair, as in ``law x option``; a pair with neither a law nor an option is ``other``."""
     axes = sorted(item[0] if isinstance(item, tuple) else "law" for item in pair)
     named = "law" in axes or "option" in axes
     return " x ".join(axes) if named else "other"
@@ -255,13 +259,13 @@ def cover_pairs(
     """Choose cells that cover pairs, in addition to the cells of ``matrix``.
 
     The cells cover each pair of one of ``laws`` and a value. If ``is_whole``, which means that ``laws`` are all laws,
-    they also cover each pair of values. At Depth.SETTINGS, each of ``laws`` runs every setting of the array, so that it
-    meets each pair of values.
+    they also cover each pair of values. At Depth.SETTINGS, each of ``laws`` runs every setting of the array, so that
+    the law has a cell with each pair of values.
     """
     settings = [(cell, list(relax_setting(axes, cell))) for cell in build_settings(axes)]
     candidates = {law.name: list(project_settings(axes, law, settings)) for law in laws}
     covered: set[Pair] = set().union(*(list_pairs(cell, name_in_pairs(cell, depth)) for cell in matrix))
-    # One cell for each combination of values is enough for pairs of values, whatever its law.
+    # One cell of any law for each combination of values is enough to cover pairs of values.
     distinct = {list_values(cell): cell for cell in chain.from_iterable(reversed(candidates.values()))}
     offered = covered.union(
         *(list_law_pairs(law.name, candidates[law.name]) for law in laws),
@@ -289,9 +293,10 @@ def cover_pairs(
 
 
 def choose_for_law(cells: Sequence[Cell], met: Set[Value], first: int) -> Iterator[Cell]:
-    """Yield the one of ``cells``, all of one law, that has the most values it has not met, until none has any.
+    """Yield repeatedly the cell of a law with the most missing values, until no cell has a missing value.
 
-    Among equals, the first one from position ``first`` on is taken, so that laws take different settings.
+    ``cells`` are all cells of the law; a value is missing if it is neither in ``met`` nor in a yielded cell. Among
+    equal cells, the first one from position ``first`` on is taken, so that laws take different settings.
     """
     bits = dict[Value, int]()
     masks = [sum(1 << bits.setdefault(value, len(bits)) for value in list_values(cell)) for cell in cells]
@@ -308,10 +313,10 @@ def choose_for_law(cells: Sequence[Cell], met: Set[Value], first: int) -> Iterat
 
 
 def choose_for_pairs(cells: Sequence[Cell], covered: Set[Pair]) -> Iterator[Cell]:
-    """Yield the one of ``cells`` that has the most pairs of values not in ``covered``, until none has such a pair."""
+    """Yield repeatedly the cell with the most pairs of values that are not covered, until no cell has such a pair."""
     missing = [list_value_pairs(list_values(cell)) - covered for cell in cells]
-    # A cell has fewer missing pairs after each choice, never more. So the first of the heap is the best cell if its
-    # count is still the same when it is computed again.
+    # A cell never has more missing pairs after a choice than before. So the first cell of the heap is the best cell if
+    # its count is still the same when it is computed again.
     heap = [(-len(pairs), position) for position, pairs in enumerate(missing)]
     heapify(heap)
     found = set[Pair]()
@@ -330,7 +335,7 @@ def find_missing_cells(axes: Axes, laws: Sequence[CoveredLaw], offered: Set[Pair
 
     The array lacks such a pair if allpairspy gave it up, or if each law replaced one of the values by a default.
     """
-    # The laws that support every window and call come first, because others take few values.
+    # The laws that support every window and call of backward come first, because other laws support few values.
     ordered = sorted(laws, key=lambda law: law.law.setting_support is not SettingSupport.WINDOWS_AND_CALLS)
     for values in combinations(axes.values, 2):
         is_pair = values[0][0] != values[1][0] or values[0][0] == "option"
@@ -343,9 +348,10 @@ def find_missing_cells(axes: Axes, laws: Sequence[CoveredLaw], offered: Set[Pair
 
 
 def find_missing_triples(axes: Axes, laws: Sequence[CoveredLaw], chosen: Sequence[Cell]) -> Iterator[Cell]:
-    """Yield a runnable cell for each option, world size and dtype that no cell in ``chosen`` of its law has together.
+    """Yield, for each law that covers triples, runnable cells for the triples that no ``chosen`` cell of the law has.
 
-    The laws are those that cover triples, one variant of each. The stages take turns.
+    A triple is an option, a world size and a dtype. The cells have one variant of each law, and take the stages in
+    turn.
     """
     stages = tuple(axes.claims_at)
     for law in {law.law.name: law for law in reversed(laws) if law.law.covers_triples}.values():
@@ -362,9 +368,9 @@ def find_missing_triples(axes: Axes, laws: Sequence[CoveredLaw], chosen: Sequenc
 def project_settings(
     axes: Axes, covered: CoveredLaw, settings: Sequence[tuple[Cell, Sequence[RelaxedSetting]]]
 ) -> Iterator[Cell]:
-    """Yield a runnable cell of ``covered`` for each setting; defaults replace values that it does not support.
+    """Yield a runnable cell of ``covered`` for each setting; defaults replace values that the law does not support.
 
-    Each setting comes with its relaxed settings, in the order in which they are tried.
+    Each item of ``settings`` has a setting and its relaxed settings, which are tried in their order.
     """
     law, subjects, found = covered.law, covered.subjects, set[Cell]()
     for number, (setting, relaxed_settings) in enumerate(settings):
@@ -381,7 +387,7 @@ def project_settings(
 
 
 def relax_setting(axes: Axes, cell: Cell) -> Iterator[RelaxedSetting]:
-    """Yield the values of ``cell``, and then values of which defaults replace more and more; options come last."""
+    """Yield the values of ``cell``, then values with more and more defaults; options are given up last."""
     setting = cell_setting(cell.engine_variant)
     calls = dict.fromkeys((setting.backward_call, BackwardCall.ENGINE))
     windows = dict.fromkeys(((setting.accumulation_steps, setting.owner), WINDOWS[0]))

@@ -23,11 +23,11 @@ MODULE_LEVEL = "<module>"  # the name of the lines of a file that are in no func
 
 @dataclass(frozen=True)
 class FunctionLines:
-    """A function of a source file, or a branch inside it, with its name and its lines, of a function the signature too.
+    """A function of a source file, or a branch inside a function, with its name and its lines.
 
-    ``first_body_line`` is the first line that runs when the function is called, and ``condition_lines`` are those that
-    say whether a branch runs. A nested function is not part of the outer one, and a branch is not part of the function
-    or branch around it.
+    The lines of a function include its signature. ``first_body_line`` is the first line that runs when the function is
+    called, and ``condition_lines`` are the lines of the condition of a branch. A nested function is not part of the
+    outer function, and a branch is not part of the function or branch around it.
     """
 
     name: str
@@ -64,11 +64,11 @@ def find_source_files(modules: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def find_source_roots(modules: tuple[str, ...]) -> tuple[Path, ...]:
-    """Return the folder of each of ``modules`` that is a package, and the source file of each other one.
+    """Return the folder of each of ``modules`` that is a package, and the source file of each other module.
 
-    A module that the installed release lacks has none, and neither has one that is not written in Python. Nothing is
-    imported: some packages replace functions of torch when they are imported, and plain PyTorch could not run beside
-    the engine any more.
+    Modules that the installed release lacks, and modules that are not written in Python, are left out. No module is
+    imported, because some packages replace functions of torch on import, after which this process could not run plain
+    PyTorch any more.
     """
     found: dict[Path, None] = {}
     for name in modules:
@@ -77,7 +77,7 @@ def find_source_roots(modules: tuple[str, ...]) -> tuple[Path, ...]:
         if spec is None:
             continue
         if spec.submodule_search_locations is None and spec.origin is not None and spec.origin.endswith(".py"):
-            found[Path(spec.origin)] = None  # a module that is a single file, and no package
+            found[Path(spec.origin)] = None  # a module that is a single file, not a package
         for folder in spec.submodule_search_locations or ():
             path = Path(folder, *inner)
             root = path if path.is_dir() else path.with_suffix(".py")
@@ -89,13 +89,13 @@ def find_source_roots(modules: tuple[str, ...]) -> tuple[Path, ...]:
 def list_functions(source: str) -> list[FunctionLines]:
     """Return the functions and branches of a file's ``source``, inner ones behind outer ones. Raises SyntaxError.
 
-    A branch is what a function may run without, as the body of an ``if`` or of a loop. Its name is that of the function
-    and the conditions on the way: ``Engine.step > if self.clip > else``.
+    A branch is a block that a call of the function may skip, such as the body of an ``if`` or of a loop. Its name has
+    the name of the function and the conditions that lead to the branch: ``Engine.step > if self.clip > else``.
     """
     found: list[FunctionLines] = []
 
     def collect(node: ast.AST, prefix: str, function: str) -> None:
-        """Add what is below ``node``: functions whose names begin with ``prefix``, and branches of ``function``."""
+        """Add the functions below ``node``, whose names begin with ``prefix``, and the branches of ``function``."""
         for child in ast.iter_child_nodes(node):
             name, inner = prefix, function
             if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -124,7 +124,7 @@ def list_functions(source: str) -> list[FunctionLines]:
 
 
 def list_branches(node: ast.AST) -> Iterator[tuple[str, list[ast.stmt]]]:
-    """Yield the bodies of a statement that may not run when the statement does, each with its condition."""
+    """Yield the blocks that may not run although their statement runs, each with its condition."""
     label = ""
     if isinstance(node, (ast.If, ast.While)):
         label = f"{type(node).__name__.lower()} {shorten(node.test)}"
@@ -141,7 +141,7 @@ def list_branches(node: ast.AST) -> Iterator[tuple[str, list[ast.stmt]]]:
 
 
 def list_condition_lines(node: Any) -> range:
-    """Return the lines of a statement that has branches which are before the first of them."""
+    """Return the lines of a statement with branches up to its first branch."""
     first = node.pattern.lineno if isinstance(node, ast.match_case) else node.lineno
     return range(first, max(first + 1, node.body[0].lineno))
 
@@ -153,7 +153,7 @@ def shorten(node: ast.AST) -> str:
 
 
 def list_code_lines(source: str) -> set[int]:
-    """Return the lines of a file's ``source`` that have more than a comment.
+    """Return the lines of a file's ``source`` that have code, not only a comment.
 
     Raises SyntaxError or TokenError.
     """
@@ -167,10 +167,10 @@ def list_code_lines(source: str) -> set[int]:
 def name_lines(functions: list[FunctionLines], *, with_signatures: bool) -> dict[int, str]:
     """Return the name of the innermost function of each line that is in one.
 
-    ``with_signatures`` says whether the lines of a signature belong to the function or to what is around it.
+    If ``with_signatures`` is true, the lines of a signature belong to its function, else to the code around it.
     """
     names = dict[int, str]()
-    for function in functions:  # an inner function comes later, and takes its lines from the outer one
+    for function in functions:  # an inner function comes later, so that its name replaces that of the outer one
         first = function.first_line if with_signatures else function.first_body_line
         names.update(dict.fromkeys(range(first, function.last_line + 1), function.name))
     return names
@@ -179,7 +179,7 @@ def name_lines(functions: list[FunctionLines], *, with_signatures: bool) -> dict
 def find_functions_of_lines(functions: list[FunctionLines], lines: set[int], *, with_signatures: bool) -> set[str]:
     """Return the name of the innermost function of each of ``lines``, or MODULE_LEVEL for a line outside of all.
 
-    ``with_signatures`` is that of ``name_lines``.
+    For ``with_signatures`` see ``name_lines``.
     """
     names = name_lines(functions, with_signatures=with_signatures)
     return {names.get(line, MODULE_LEVEL) for line in lines}

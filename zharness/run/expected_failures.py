@@ -40,10 +40,10 @@ STRING_KEYS = (
 )
 POOLED = "pooled"
 ONE, SEVERAL = "one", "several"  # data coordinates of a mesh
-DEFAULT_KEYS = ("engine", "releases")  # above the tables, for those that do not set them
-AROUND = "around"  # above the tables of a user's file: the engine on which that of the file is built
-TABLES = ("expected_failure", "excuse")  # the second is the older name, as ``check`` is of ``law``
-NUMBER = "{number}"  # in a signature: any number, as of a seed's weights
+DEFAULT_KEYS = ("engine", "releases")  # keys above the tables, for tables that do not set them
+AROUND = "around"  # a key above the tables of a user's file: the engine on which the engine of the file is built
+TABLES = ("expected_failure", "excuse")  # the second is the older name, as ``check`` is the older name of ``law``
+NUMBER = "{number}"  # in a signature: any number, such as one that depends on the weights of a seed
 _NUMBER = r"[-+]?(?:\d+(?:\.\d+)?(?:e[-+]?\d+)?|inf|nan)"
 _OPEN_VALUE = re.compile(r"(expected|got) \{number\}|\{number\} x the right ")
 _HEADER = re.compile(rf"\s*\[\[\s*({'|'.join(TABLES)})\s*\]\]\s*(#.*)?")
@@ -54,21 +54,21 @@ class ExpectedFailure:
     """One entry of a file: the cells that are known to fail, the reason, and the expected verdict and cause.
 
     The entry covers the laws ``check`` and ``further_laws``, each a name, a group or a glob.
-    An empty tuple matches every value, but without ``meshes`` an entry covers no cell of a mesh. An axis of a mesh may
-    have no size, as in ``pp.tp2``, which is any. ``data_coordinates`` is ONE or SEVERAL if a cell has to have one or
-    several of them, or ''. Each text of
-    ``engine_variants`` is one part of a setting, or several joined by ``+`` that a cell has together; cells with one of
-    ``unless_engine_variants`` are not covered.
+    An empty tuple matches every value, but without ``meshes`` an entry covers no cell of a mesh. An axis of a mesh
+    without a size, such as ``pp`` in ``pp.tp2``, matches any size. ``data_coordinates`` is ONE or SEVERAL if a cell has
+    to have one or several data coordinates, or ''. Each text of ``engine_variants`` is one part of a setting, or
+    several parts joined by ``+`` that a cell must have together; a cell with one of ``unless_engine_variants`` is not
+    covered.
     ``releases`` is a version specifier (PEP 440) of the bad releases. The cell has to end with ``verdict``, and one of
-    ``signatures`` has to occur in its cause, where NUMBER in it is any number. If ``details`` is not empty, one of its
+    ``signatures`` has to occur in its cause, where NUMBER matches any number. If ``details`` is not empty, one of its
     texts also has to occur in the ranks' tracebacks and output; use it if the cause says little. A cell that fails in
     another way is not excused.
 
-    ``documented`` is the address of documentation that states the difference, and ``remedy`` the engine options that
-    it recommends. With both, the cell is run again with the remedy, and its verdict is ``contract`` if it passes.
-    ``user_models`` says that the failure also occurs on models of users, whatever ``models`` and ``variants`` are.
-    With the ``isolation`` POOLED, the entry expects a failure on ranks that earlier cells had used, and none of the
-    cells on fresh ranks. ``location`` is the file and line of the entry.
+    ``documented`` is the address of documentation that states the difference, and ``remedy`` are the engine options
+    that this documentation recommends. With both, the cell is run again with the remedy, and its verdict is
+    ``contract`` if it passes. ``user_models`` says that the failure also occurs on all models of users, regardless of
+    ``models`` and ``variants``. With the ``isolation`` POOLED, the entry applies only to failures on ranks that earlier
+    cells had used, and not to failures on fresh ranks. ``location`` is the file and line of the entry.
     """
 
     engine: str
@@ -124,12 +124,12 @@ class ExpectedFailure:
 
     @property
     def describes_a_way_to_fail(self) -> bool:
-        """Whether the entry, for several laws, names options or releases that end, so that a cell may pass."""
+        """Whether the entry is for several laws under options or on old releases, so that some cells may pass."""
         return bool(self.further_laws or "*" in self.check) and (bool(self.engine_variants) or self.ends)
 
     @property
     def ends(self) -> bool:
-        """Whether there is a last release that the entry is about."""
+        """Whether ``releases`` has a last release."""
         return self.upper_bound is not None
 
     @property
@@ -143,8 +143,9 @@ class ExpectedFailure:
         This is the case if the cell has the whole engine variant that the entry names, if the entry names no variant
         and the cell has default options, or if the cell runs a configuration file. Under other options, accumulation
         windows or calls of backward, a cell may pass although the entry is right about other cells.
-        An entry that ``describes_a_way_to_fail`` is stale in a whole run alone, one on a user's model if it names it,
-        and one on a single rank, which reduces and gathers nothing, if it names that world size.
+        A pass never shows that an entry is stale if the entry ``describes_a_way_to_fail``; only a whole run shows it.
+        Neither does a pass on a user's model that the entry does not name, nor on a single rank, which reduces and
+        gathers nothing, unless the entry names the world size 1.
         """
         if self.describes_a_way_to_fail or (cell.world_size == 1 and 1 not in self.world_sizes):
             return False
@@ -212,12 +213,12 @@ def _every_text_has_a_part(texts: Sequence[str], parts: Sequence[str]) -> bool:
 
 
 def has_signature(cause: str, signature: str) -> bool:
-    """Return whether a signature occurs in a cause; NUMBER in it matches any number there."""
+    """Return whether a signature occurs in a cause; NUMBER in the signature matches any number in the cause."""
     return signature in cause if NUMBER not in signature else compile_signature(signature).search(cause) is not None
 
 
 def leaves_a_value_open(signature: str) -> bool:
-    """Return whether a signature has NUMBER for a value or a factor, and so matches every wrong number at its place."""
+    """Return whether a signature has NUMBER for a value or a factor, so that it matches every wrong number there."""
     return _OPEN_VALUE.search(signature) is not None
 
 
@@ -237,25 +238,25 @@ def _names_variant(names: Sequence[str], engine_variant: str) -> bool:
 def load_shipped_failures(engine: str) -> tuple[ExpectedFailure, ...]:
     """Load the expected failures of one engine that the package ships.
 
-    Those of the engine's options come first (``ENGINE_options.toml``), then those of the engine's own file, and then
-    those of the engine that it is built around.
+    Entries of the engine's options come first (``ENGINE_options.toml``), then entries of the engine's own file, then
+    entries of the engine around which it is built.
     """
     return (*load_own_failures(split_release(engine)[0]), *list_failures_around(engine))
 
 
 @cache
 def list_failures_around(engine: str) -> tuple[ExpectedFailure, ...]:
-    """Return the expected failures of the engine that ``engine`` is built around, as those of ``engine``."""
+    """Return the expected failures of the engine around which ``engine`` is built, as entries of ``engine``."""
     name = split_release(engine)[0]
     around = BUILT_IN[name].around if name in BUILT_IN else ""
     return tuple(load_failures_around(around, name)) if around else ()
 
 
 def load_failures_around(around: str, engine: str) -> Iterator[ExpectedFailure]:
-    """Yield the expected failures of the installed engine ``around`` as those of ``engine``, which is built on it.
+    """Yield the expected failures of the installed engine ``around`` as entries of ``engine``, which is built on it.
 
-    An entry for settings of ``around`` applies to those that ``engine`` has too. Windows and calls of backward are no
-    options, so that every engine has them. An engine that is given by its path claims no options here.
+    An entry for settings of ``around`` applies to the settings whose options ``engine`` also has. Windows and calls of
+    backward are not options, so that every engine has them. An engine that is given by its path claims no options here.
     """
     names = list_option_names(engine)
     for entry in load_shipped_failures(around):
@@ -265,7 +266,7 @@ def load_failures_around(around: str, engine: str) -> Iterator[ExpectedFailure]:
 
 
 def list_option_names(engine: str) -> frozenset[str]:
-    """Return the options that an engine claims before it is built; none if it is given by path, or not installed."""
+    """Return the options that an engine claims before it is built; empty if it is given by path or not installed."""
     try:
         claims = [capabilities(engine, stage) for stage in STAGES]
     except MissingEngine:
@@ -383,7 +384,7 @@ def parse_entry(entry: Mapping[str, Any], location: str) -> ExpectedFailure:
 
 
 def require_label(mesh: str, location: str) -> None:
-    """Raise UsageError for a mesh that is not as in a cell's id: such a text matches no cell."""
+    """Raise UsageError for a mesh that is not spelled as in cell ids, because such a text matches no cell."""
     try:
         label = Mesh.label_axes(mesh)
     except UsageError as error:
@@ -398,7 +399,7 @@ def is_list_of_text(value: object) -> bool:
 
 
 def expected_failures_for(engine: str, user_failures: Sequence[ExpectedFailure] = ()) -> tuple[ExpectedFailure, ...]:
-    """Return the expected failures of one engine, those of the user before those of the package.
+    """Return the expected failures of one engine; entries of the user come before entries of the package.
 
     The first entry that covers a cell and describes its failure applies to it.
     """

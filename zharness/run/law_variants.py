@@ -27,9 +27,9 @@ def select_models(law: Law, requested_models: tuple[str, ...], mesh: Mesh = DEFA
 
 
 def list_covered_laws(law: Law, requested_models: tuple[str, ...], depth: Depth) -> Iterator[CoveredLaw]:
-    """Yield what has to meet each value at ``depth``: ``law``, or each variant of it.
+    """Yield what has to have a cell with each value at ``depth``: ``law``, or each variant of it.
 
-    Nothing is yielded if the law has no cells on ``requested_models``; if none is requested, all models count.
+    Nothing is yielded if the law has no cells on ``requested_models``; if that is empty, all models count.
     """
     subjects = list(select_models(law, requested_models))
     if depth is Depth.LAWS:

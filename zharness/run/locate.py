@@ -17,15 +17,15 @@ from zharness.parity.baseline import run_backward
 from zharness.parity.module_divergence import find_divergences, record_trace
 from zharness.run.observe_and_judge import as_in_plain_torch, build_baseline, build_cell_context
 
-LOCAL_PARTS = (Part.FORWARD, Part.LOCAL_GRADIENT)  # need no other rank
+LOCAL_PARTS = (Part.FORWARD, Part.LOCAL_GRADIENT)  # the parts of a step that a rank computes without other ranks
 
 
 def can_locate_divergence(mismatch: Mismatch | None, cell: Cell, capabilities: Capabilities) -> bool:
     """Return whether a mismatch can be traced through modules.
 
-    The trace runs one rank's part of a step with the initial weights and the mismatch's micro-batch. So the mismatch
-    has to be in a part that a rank computes without other ranks, the engine has to use torch's kernels, no program of
-    engine verbs may have changed the weights, and no axis of a mesh may split the outputs of modules.
+    The trace runs one rank's part of a step with the initial weights and the micro-batch of the mismatch. So the
+    mismatch has to be in a part that a rank computes without other ranks, the engine has to use torch's kernels, no
+    program of engine verbs may have changed the weights, and no axis of a mesh may split the outputs of modules.
     """
     if mismatch is None or get_law(cell.law).programs is not None or cell.mesh.sizes:
         return False

@@ -44,7 +44,7 @@ def measure_machine_speed() -> MachineSpeed:
 def time_fastest_run(function: Callable[[], object], tries: int = 3) -> float:
     """Return the seconds of the fastest of ``tries`` runs.
 
-    The first run fills caches, and others may be interrupted by other processes.
+    The first run fills caches, and other processes may interrupt the later runs.
     """
     durations = []
     for _ in range(tries):

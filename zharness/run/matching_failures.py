@@ -9,19 +9,19 @@ from zharness.cell import Cell
 from zharness.run.expected_failures import POOLED, ExpectedFailure, expected_failures_for
 
 LOSES_RANKS = ("crash", "hang")
-GENERAL_CAUSES = ("ended by a signal", "by peer", "did not finish")  # the end of a process, whatever ended it
+GENERAL_CAUSES = ("ended by a signal", "by peer", "did not finish")  # a process ended, for any reason
 # Ranks stop in different calls, such as all_gather_into_tensor.
 UNEQUAL_CALLS = re.compile(
     r"\bin ((all_gather|all_reduce|all_to_all|broadcast|reduce_scatter)(_\w+)?|barrier|recv|reduce|send)\b"
 )
-# The check that raises this on the ranks is part of every law: its verdict is `fail`, but the pool loses its ranks.
+# A check in every law raises this on the ranks: the verdict of the cell is `fail`, but the pool loses its ranks.
 CONTRACT_CAUSE = "the engine changed requires_grad"
 
 
 def list_covering_entries(
     cell: Cell, version: str, user_failures: Sequence[ExpectedFailure], isolation: str = ""
 ) -> list[ExpectedFailure]:
-    """Return the expected failures that cover ``cell``, in the order in which they apply, by their ``isolation``."""
+    """Return the expected failures with this ``isolation`` that cover ``cell``, in the order in which they apply."""
     entries = expected_failures_for(cell.engine, user_failures)
     return [entry for entry in entries if entry.isolation == isolation and entry.covers_cell(cell, version)]
 
@@ -43,8 +43,8 @@ def list_similar_entries(
 ) -> list[ExpectedFailure]:
     """Return the expected failures of other cells that describe how ``cell`` failed, and name its options or its law.
 
-    The failure may be a known one in another product of law, options, ranks and dtype. That is for a person to decide:
-    these entries do not excuse the cell.
+    The failure of ``cell`` may have the same cause, with another law, option, world size or dtype. A person has to
+    decide whether it has: these entries do not excuse the cell.
     """
     return [
         entry
@@ -59,8 +59,8 @@ def list_similar_entries(
 def describe_known_cause(cell: Cell, version: str, verdict: str, cause: str, details: str) -> str:
     """Return a sentence about a known bug of the engine that makes other cells fail as ``cell`` did, or ''.
 
-    Whether it is this bug is for a person to decide: the cell is not excused. Entries for options that the cell does
-    not set, and those whose cause is a rank that went away, say too little.
+    A person has to decide whether this bug is the cause: the cell is not excused. Entries for engine options do not
+    count, nor do entries whose signature only says that a rank ended.
     """
     for entry in expected_failures_for(cell.engine, ()):
         if (
@@ -80,7 +80,8 @@ def list_matchable_entries(
 ) -> list[ExpectedFailure]:
     """Return the entries that ``find_matching_failure`` can return for ``cell``.
 
-    These are all that cover it, without those whose every failure an earlier one describes too.
+    These are the entries that cover the cell, except an entry if an earlier entry describes each failure that it
+    describes.
     """
     covering = list_covering_entries(cell, version, user_failures)
     return [
@@ -93,9 +94,10 @@ def list_matchable_entries(
 def find_failure_with_remedy(
     cell: Cell, version: str, verdict: str, cause: str, details: str, user_failures: Sequence[ExpectedFailure] = ()
 ) -> ExpectedFailure | None:
-    """Return the expected failure for options of ``cell`` that describes its failure with a documented remedy.
+    """Return the expected failure for options of ``cell`` that describes how the cell failed under a documented remedy.
 
-    An entry that has a remedy of its own describes the failure without it. Returns None if there is none.
+    An entry with a remedy is skipped, because it describes the failure without its remedy. Returns None if no entry is
+    left.
     """
     return next(
         (
@@ -110,7 +112,7 @@ def find_failure_with_remedy(
 def find_pool_failure(
     cell: Cell, version: str, verdict: str, cause: str, details: str, user_failures: Sequence[ExpectedFailure] = ()
 ) -> ExpectedFailure | None:
-    """Return the expected failure on pooled ranks that covers ``cell`` and matches its failure; None if none does."""
+    """Return the expected failure on pooled ranks that covers ``cell`` and matches its failure, or None."""
     covering = list_covering_entries(cell, version, user_failures, POOLED)
     return next((entry for entry in covering if entry.describes_failure(verdict, cause, details)), None)
 
@@ -118,13 +120,13 @@ def find_pool_failure(
 def list_crash_entries(
     cell: Cell, version: str, user_failures: Sequence[ExpectedFailure] = ()
 ) -> list[ExpectedFailure]:
-    """Return the expected failures by which the ranks of ``cell`` have to raise an error, to crash or to hang."""
+    """Return the expected failures that say that the ranks of ``cell`` will raise an error, crash or hang."""
     covering = list_covering_entries(cell, version, user_failures)
     return [entry for entry in covering if entry.is_stale_on(cell) and loses_ranks(entry)]
 
 
 def loses_ranks(entry: ExpectedFailure) -> bool:
-    """Return whether no rank can run another cell of the pool after this failure."""
+    """Return whether the ranks cannot run another cell of the pool after this failure."""
     return entry.verdict in LOSES_RANKS or has_contract_cause(entry)
 
 
@@ -134,7 +136,7 @@ def has_contract_cause(entry: ExpectedFailure) -> bool:
 
 
 def expects_exception(entry: ExpectedFailure) -> bool:
-    """Return whether all ranks have to raise one exception, rather than hang, end, or wait for each other."""
+    """Return whether the entry says that all ranks raise one exception, and do not hang, end or wait for each other."""
     has_other_end = any(
         UNEQUAL_CALLS.search(each) or any(text in each for text in GENERAL_CAUSES) for each in entry.signatures
     )

@@ -21,10 +21,10 @@ NAMED_AXES = tuple(axis for axis in (*AXES, EXPERT) if axis != DATA_SHARD)
 
 
 class UnclaimedAxes(Enum):
-    """What a plan does with a mesh that has axes which the engine does not claim."""
+    """How a plan treats a mesh with axes that the engine does not claim: refuse it, or make its cells unsupported."""
 
     REFUSED = "refused"
-    UNSUPPORTED = "unsupported"  # the cells are, each with its reason: another release may claim them
+    UNSUPPORTED = "unsupported"  # each cell is unsupported, with the reason: another release may claim the axes
 
 
 def needs_mesh(law: Law) -> bool:
@@ -41,8 +41,9 @@ def require_mesh_for_laws(
 ) -> None:
     """Raise UsageError if all laws of ``patterns`` need a mesh, and name an axis on which they have cells.
 
-    It is the one on which most of the laws have cells of ``models``, if the engine claims an axis on which any has.
-    If it does not, the error names the axes that it claims.
+    The named axis is the one that the engine claims and on which the most of these laws have cells of ``models``. If
+    the engine claims no axis on which they have cells, the error names an axis of any engine, and the axes that the
+    engine claims.
     """
     laws = find_laws(tuple(patterns))
     if not all(map(needs_mesh, laws)):
@@ -55,7 +56,7 @@ def require_mesh_for_laws(
         claimed = ", ".join(sorted(capabilities.mesh_axes))
         refusal = f", and {engine} claims {f'the axes {claimed} alone' if claimed else 'no axis of a mesh'}"
     axis = min(counts, key=lambda axis: (-counts[axis], axis != TENSOR, axis))
-    if counts[axis]:  # or these models have none of the laws
+    if counts[axis]:  # if it is 0, none of the laws has cells of these models on any axis
         raise UsageError(
             f"there is nothing to run: the laws ({', '.join(patterns)}) need a mesh, such as --mesh "
             f"{Mesh(((axis, 2),)).label}{refusal}; `zharness docs mesh` lists the axes of each engine"
@@ -63,7 +64,7 @@ def require_mesh_for_laws(
 
 
 def has_cells_on(law: Law, axis: str, models: Sequence[str]) -> bool:
-    """Return whether ``law`` has a cell of one of ``models``, which are all if it is empty, on ``axis`` alone."""
+    """Return whether ``law`` has a cell of one of ``models``, or of any model if that is empty, on ``axis`` alone."""
     if law.form is CallForm.WHOLE_BATCH and axis != PIPELINE:
         return False
     mesh = Mesh(((axis, 2),))
@@ -73,11 +74,12 @@ def has_cells_on(law: Law, axis: str, models: Sequence[str]) -> bool:
 
 
 def applies_to_model(law: Law, model: str, mesh: Mesh) -> bool:
-    """Return whether ``law`` names ``model`` of the workload, or the one that ``model`` stands in for on ``mesh``.
+    """Return whether ``law`` names ``model`` of the workload, or the model for which ``model`` stands in on ``mesh``.
 
-    Only attention needs a whole sequence, and only a layer of experts is split over ep. Few models have either, so that
-    the others could show nothing there. A calibrated law has to check first that rounding chooses no other expert,
-    which those do that name a model of experts, unless the model's gate chooses by integers.
+    Only attention needs a whole sequence, so only models with attention can test cp. Only a layer of experts is split
+    over ep, so only models with experts can test ep. Calibrated laws run on expert models only if the law names such a
+    model, because only these laws check that rounding cannot change the routing. Models that split exactly, whose gate
+    routes by integers, need no such check.
     """
     spec = model_spec(model)
     if model in law.models or spec.stands_in_for not in law.models:
@@ -94,9 +96,9 @@ def applies_to_model(law: Law, model: str, mesh: Mesh) -> bool:
 
 @cache
 def find_other_model(law: Law, variant: str, mesh: Mesh) -> str:
-    """Return a model that stands in on ``mesh`` for one of the law's, and can judge its ``variant``, or ''.
+    """Return a model that stands in on ``mesh`` for a model of the law, and can judge its ``variant``, or ''.
 
-    The model is not one that splits exactly, which runs only what no other one does.
+    Models that split exactly are skipped, because they run only the cells that no other model can run.
     """
     if law.mesh_support is MeshSupport.OWN_MODELS:
         return ""
@@ -110,9 +112,9 @@ def find_other_model(law: Law, variant: str, mesh: Mesh) -> str:
 
 
 def needs_exact_stand_in(law: Law, original: str) -> bool:
-    """Return whether ``law`` has no cell of the model ``original`` on tp, which adds up its sums in parts.
+    """Return whether ``law`` cannot judge the model ``original`` on tp, where each rank computes partial sums.
 
-    If it has a plan, a law that is calibrated or compares the engine with itself judges the random model itself.
+    If ``original`` has a plan for tp, a law that is calibrated or that compares the engine with itself can judge it.
     """
     if original not in MODELS or not MODELS[original].tp_plan:
         return True
@@ -127,9 +129,9 @@ def explain_missing_plan(model: str, mesh: Mesh, stages_per_rank: int = 1) -> st
     A pipeline has ``stages_per_rank`` stages on each rank of pp, each of one module or more. Raises UsageError for an
     unknown model.
     """
-    if is_user_model(model):  # its plan is read when it is built
+    if is_user_model(model):  # the plan of a user's model is read when the model is built
         unplanned = [axis for axis in (PIPELINE, EXPERT, CONTEXT) if axis in mesh.axes]
-        only = "of a model of your own, tp alone takes a plan, the one that transformers ships with it"
+        only = "for a model of your own, only tp has a plan: the plan that transformers ships with the model"
         return f"the model of {model} has no plan for the axis {unplanned[0]}; {only}" if unplanned else ""
     spec, stages = model_spec(model), stages_per_rank * mesh.size(PIPELINE)
     if PIPELINE in mesh.axes and len(spec.pp_plan) < stages:
@@ -154,7 +156,7 @@ def explain_missing_plan(model: str, mesh: Mesh, stages_per_rank: int = 1) -> st
 
 
 def is_split_exactly(model: str) -> bool:
-    """Return whether the sums of ``model`` that ep and cp split round nothing, whatever the weights are."""
+    """Return whether the sums of ``model`` that ep and cp split are exact for all weights."""
     return not is_user_model(model) and model_spec(model).splits_exactly
 
 
@@ -165,9 +167,9 @@ def require_plan(model: str, mesh: Mesh) -> None:
 
 
 def require_any_plan(models: Collection[str], mesh: Mesh) -> None:
-    """Raise UsageError if there are models and ``mesh`` splits none of them, as no cell could run then.
+    """Raise UsageError if there are models and ``mesh`` splits none of them, because no cell could run.
 
-    The reason is that of a model which another size of the same axes would split, if there is one.
+    If another size of the same axes would split one of the models, the error gives the reason of that model.
     """
     reasons = {model: explain_missing_plan(model, mesh) for model in models}
     if not reasons or not all(reasons.values()):
@@ -200,7 +202,7 @@ def explain_unclaimed_axes(engine: str, mesh: Mesh, capabilities: Capabilities) 
 
 
 def explain_unclaimed_ranks(engine: str, mesh: Mesh, world_size: int, capabilities: Capabilities) -> str:
-    """Return the reason why ``engine`` does not claim ``mesh`` on ``world_size`` ranks, whose axes it claims, or ''."""
+    """Return the reason why ``engine``, which claims the axes of ``mesh``, refuses ``world_size`` ranks, or ''."""
     form_laws = (law for law in find_laws(()) if law.form is capabilities.form)
     if not mesh.sizes and capabilities.mesh_axes and all(map(needs_mesh, form_laws)):
         example = f"--mesh {min(capabilities.mesh_axes)}2"
@@ -231,7 +233,7 @@ def require_mesh(
     capabilities: Capabilities,
     unclaimed: UnclaimedAxes = UnclaimedAxes.REFUSED,
 ) -> None:
-    """Raise UsageError if ``engine`` does not claim ``mesh``, or claims it with other world sizes only."""
+    """Raise UsageError if ``engine`` does not claim ``mesh``, or claims it only with other world sizes."""
     if reason := explain_unclaimed_axes(engine, mesh, capabilities):
         if unclaimed is UnclaimedAxes.UNSUPPORTED:
             return
@@ -248,7 +250,7 @@ def require_mesh_at_some_stage(
     claims: Iterable[Capabilities],
     unclaimed: UnclaimedAxes = UnclaimedAxes.REFUSED,
 ) -> None:
-    """Raise UsageError if ``engine`` can have ``mesh`` at none of the stages that have these ``claims``."""
+    """Raise UsageError if ``engine`` can have ``mesh`` at no stage; ``claims`` are its claims at the stages."""
     errors = []
     for capabilities in claims:
         try:
@@ -259,7 +261,7 @@ def require_mesh_at_some_stage(
 
 
 def explain_other_form(law: Law, cell: Cell, capabilities: Capabilities) -> str:
-    """Return the reason why the law calls engines in another form than the cell's engine has, or '' if it does not."""
+    """Return the reason why the law calls engines in another form than that of the cell's engine, or ''."""
     if law.form is capabilities.form:
         return ""
     return f"{law.name} calls {law.form.value}, and {cell.engine} has {capabilities.form.value}"
@@ -318,7 +320,7 @@ def explain_refused_model(cell: Cell, capabilities: Capabilities) -> str:
 
 
 def reason_mesh_not_stated(law: Law, cell: Cell, capabilities: Capabilities) -> str:
-    """Return the reason why the law or the engine excludes the cell on its mesh, or '' if both have it."""
+    """Return the reason why the law or the engine excludes the cell on its mesh, or '' if both support the cell."""
     if needs_mesh(law) and not cell.mesh.sizes:
         return f"{law.name} needs a mesh (--mesh): {law.mesh_support.value}"
     excludes = {
@@ -333,8 +335,8 @@ def reason_mesh_not_stated(law: Law, cell: Cell, capabilities: Capabilities) -> 
         on_mesh = f" and the mesh {cell.mesh.label}" if cell.mesh.sizes else ""
         return f"{law.name} is not stated for the world size {cell.world_size}{on_mesh}: {law.mesh_support.value}"
     if is_split_exactly(cell.model) and (other := find_other_model(law, cell.variant, cell.mesh)):
-        return f"the model {cell.model} would show of {law.name} what {other} shows"
-    if not cell.mesh.sizes:  # a model needs no plan
+        return f"the model {cell.model} would show nothing of {law.name} that {other} does not show"
+    if not cell.mesh.sizes:  # without a mesh, a model needs no plan
         return explain_other_form(law, cell, capabilities) or explain_refused_model(cell, capabilities)
     return (
         explain_other_form(law, cell, capabilities)

@@ -1,4 +1,4 @@
-"""Say which claim of an engine would add which laws to a run."""
+"""Report which further claim of an engine would add which laws to a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_LISTED_LAWS = 3
 
 
 def describe_missing_claims(cells: Sequence[PlannedCell], claims: ClaimsLookup) -> list[str]:
-    """Return a line for each feature that an engine of the user's refuses, and that alone keeps cells from running."""
+    """Return a line for each feature that a user's engine refuses, if the refusal alone keeps cells from running."""
     kept_out: dict[tuple[str, Feature], list[Cell]] = {}
     for planned in cells:
         if planned.refused_feature is not None and is_users_engine(planned.cell.engine):

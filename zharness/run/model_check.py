@@ -57,8 +57,9 @@ class ModelCheckRequest:
 
     ``config`` is the path of a DeepSpeed JSON file, or empty. If ``stages`` or ``dtype`` is empty, the file determines
     it. ``steps`` is the number of training steps of the law ``model.configured``. ``only`` are patterns of laws; if it
-    is empty, every law that applies to any model runs. ``ignore_memory_limit`` turns the refusal of a model that does
-    not fit into memory into a line of output. ``law_set`` is the version of the law set, empty for the newest.
+    is empty, every law that applies to any model runs. With ``ignore_memory_limit``, a model that does not fit into
+    memory is not refused: a line of output warns instead. ``law_set`` is the version of the law set, empty for the
+    newest.
     """
 
     model: str
@@ -112,15 +113,15 @@ class RunnerLanes:
     def import_ahead(self, modules: Iterable[str]) -> None:
         """Import ``modules`` in this process, and start the runners anew, so that ranks and judges inherit them.
 
-        Otherwise each of them would need seconds for the import. ``modules`` run no tensor operation when they are
-        imported, after which forked ranks could hang. Nothing is imported if ranks find the engine in a release of
-        their own, since transformers imports the installed accelerate.
+        Otherwise each rank and judge would need seconds for the import. The import of ``modules`` must not run a tensor
+        operation, because ranks that are forked after one could hang. Nothing is imported if ranks use a release of the
+        engine from a folder of its own, because transformers would import the installed accelerate.
         """
         if any(environment.module for environment in self._environments.values()):
             return
         missing = [name for name in modules if name not in sys.modules]
         for name in missing:
-            with suppress(Exception, SystemExit):  # the factory changed sys.path first: then only ranks can import it
+            with suppress(Exception, SystemExit):  # if the factory changed sys.path, only the ranks can import a module
                 importlib.import_module(name)
         if any(name in sys.modules for name in missing):
             self._stack.close()
@@ -216,7 +217,7 @@ def order_by_length(cells: Sequence[PlannedCell]) -> list[PlannedCell]:
 
 
 def report_configuration(check_request: ModelCheckRequest, report_status: ReportStatus) -> None:
-    """Say what the law set leaves out, and which keys of the configuration are ignored, filled in or translated."""
+    """Report what the law set leaves out, and which keys of the configuration are ignored, filled in or translated."""
     left_out = list_later_changes(check_request.law_set) if check_request.law_set else {}
     if left_out:
         report_status(
@@ -242,7 +243,7 @@ def require_claimed_mesh(request: Request, claims: ClaimsLookup) -> None:
 def choose_nearest_stage(
     request: Request, check_request: ModelCheckRequest, claims: ClaimsLookup, report_status: ReportStatus
 ) -> Request:
-    """Return the request at a stage that the engine has, if the stage of the configuration file is another one."""
+    """Return the request at the nearest stage of the engine if the engine lacks the stage of the configuration file."""
     if check_request.stages or not request.stages:
         return request
     (stage,) = request.stages
@@ -262,8 +263,8 @@ def require_estimated_to_fit(
 ) -> SizeEstimate:
     """Estimate the size of a model before it is built, and raise UsageError if it does not fit into memory.
 
-    With ``ignore_memory_limit`` a line says that it does not fit. If its factory cannot run without memory, a line says
-    so; the model is then measured when it has been built. For ``is_calibrated`` see ``ModelSize``.
+    With ``ignore_memory_limit``, a line of output warns instead. If the factory cannot run on tensors without memory, a
+    line of output says so, and the model is measured after it was built. For ``is_calibrated`` see ``ModelSize``.
     """
     (model,), (dtype,), (world_size,) = request.models, request.dtypes, request.world_sizes
     estimate: SizeEstimate = runner.call_in_judge(estimate_size, model, dtype)
@@ -281,7 +282,7 @@ def require_estimated_to_fit(
 def require_or_warn(
     model: str, size: ModelSize, world_size: int, ignore_memory_limit: bool, report_status: ReportStatus
 ) -> None:
-    """Raise UsageError if the model does not fit into memory; with ``ignore_memory_limit``, say so in a line."""
+    """Raise UsageError if the model does not fit into memory; with ``ignore_memory_limit``, print a warning instead."""
     if not ignore_memory_limit:
         require_fitting(model, size, world_size)
         return
@@ -293,7 +294,7 @@ def require_or_warn(
 def announce_unused_parameters(
     request: Request, facts: ModelFacts, claims: ClaimsLookup, report_status: ReportStatus
 ) -> Request:
-    """Return the request with the option that the engine asks for if a loss does not use every parameter.
+    """Return the request with the option that the engine requires if a loss does not use every parameter.
 
     A line of output names the parameters and the option. With a configuration file, the request does not change.
     """
@@ -307,7 +308,7 @@ def announce_unused_parameters(
     if not option or request.engine_variant:
         report_status(line)
         return request
-    report_status(f"{line}; {engine} asks for the option {option} then, so every cell sets it")
+    report_status(f"{line}; {engine} requires the option {option} for such a loss, so every cell sets it")
     return replace(request, engine_variant=option)
 
 
@@ -320,7 +321,7 @@ def describe_run(facts: ModelFacts, cells: Sequence[Cell], check_request: ModelC
 
 
 def count_lanes(options: RunOptions, facts: ModelFacts, check_request: ModelCheckRequest, free: FreeSpace) -> int:
-    """Return the number of cells that run at a time: as requested, by default one per core, if they and files fit."""
+    """Return the number of cells that run at a time: as requested or one per core, if memory and disk suffice."""
     fitting = count_fitting_cells(facts.size, check_request.world_size, check_request.steps, free)
     return max(1, min(options.job_count(), fitting))
 
@@ -365,7 +366,7 @@ def build_engines(runner: Runner, cells: Sequence[PlannedCell]) -> dict[Cell, Re
     """
     failures = {}
     supported = [cell.cell for cell in cells if not cell.unsupported_reason]
-    # One cell for each stage, that of the configured training if there is one: its law builds exactly this engine.
+    # Take one cell per stage, if possible one that runs the configured training: its law builds exactly this engine.
     by_stage = {cell.stage: cell for cell in sorted(supported, key=runs_configured_training)}
     for cell in by_stage.values():
         record = runner.try_on_ranks(cell, build_and_close_engine)

@@ -31,11 +31,11 @@ from zharness.workload.shipped_plans import describe_unsplit_parts, read_shipped
 from zharness.workload.user_model import UserModel, get_user_model, resolve_factory
 
 SEED = 0
-PROBED_STEPS, RANDOM_STEPS = 2, 4  # of which the used parameters are found; a forward that draws may differ more often
+PROBED_STEPS, RANDOM_STEPS = 2, 4  # steps in which used parameters are searched; more steps if a forward draws numbers
 OTHER_RANKS = (1, 2, 3)  # several ranks, since a small data set may give two ranks the same rows by chance
-# The cost of a cell, averaged over those that scripts/bench_model.py measures: forward-backward runs of each rank, in
-# fp32 or under autocast; how often all bytes of the model are read and written, for weights, gradients and state; and
-# seconds that do not depend on the model. The judge repeats the work of every rank.
+# The cost of a cell, averaged over the cells that scripts/bench_model.py measures: forward-backward runs of each rank,
+# in fp32 or under autocast; how often all bytes of the model are read and written, for weights, gradients and state;
+# and seconds that do not depend on the model. The judge repeats the work of every rank.
 FORWARD_BACKWARD_RUNS, AUTOCAST_RUNS, MEMORY_PASSES, CELL_OVERHEAD_SECONDS = 3, 1.5, 40, 1.0
 NONDETERMINISM_HINT = (
     "likely causes: dropout that draws from its own generator, from numpy or from random, or a batch function that "
@@ -49,13 +49,14 @@ class ModelFacts:
 
     ``trained_parameters`` counts elements. ``forward_backward_seconds`` is the time of one forward and backward.
     ``draws_random_numbers`` is true if the forward draws random numbers;
-    ``shared_draws`` is then the reason why they cannot be assigned to samples, or empty. ``inapplicable_laws`` are the
-    names of the laws that test nothing for this model. ``unused_parameters`` are the names of parameters that some
-    micro-batch gives no gradient although they require one; ``uneven_parameters`` are those of them that another
-    micro-batch gives one, so that ranks use different parameters in one step. ``read_buffers`` are the names of buffers
-    that a forward writes and the next one reads, as those of observers for quantization; a batch norm in training mode
-    reads none. ``edited_parameters`` are the names of parameters that a forward writes in place, as an embedding with
-    ``max_norm`` does. ``unsplit_parts`` is what the model's own plan for the axis tp keeps whole on each rank.
+    ``shared_draws`` is then the reason why the numbers cannot be assigned to samples, or empty. ``inapplicable_laws``
+    are the names of the laws that test nothing for this model. ``unused_parameters`` are the names of parameters that
+    require a gradient and get none from some micro-batch. ``uneven_parameters`` are the unused parameters that get a
+    gradient from another micro-batch, so that ranks use different parameters in one step. ``read_buffers`` are the
+    names of buffers that a forward writes and the next forward reads, such as those of observers for quantization; a
+    batch norm in training mode reads no buffer. ``edited_parameters`` are the names of parameters that a forward writes
+    in place, as an embedding with ``max_norm`` does. ``unsplit_parts`` describes the parts of the model that its own
+    plan for the axis tp keeps whole on each rank.
     """
 
     size: ModelSize
@@ -146,7 +147,7 @@ def list_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def require_deterministic_factory(first: UserModel, second: UserModel) -> None:
-    """Raise UsageError if two calls of a factory with the same seed return different weights, or share random ones."""
+    """Raise UsageError if two calls of a factory with one seed return different weights, or share a random tensor."""
     models = first.get_parts(SEED).model, second.get_parts(SEED).model
     if (shared := find_shared_tensor(*models)) and not has_same_draws(first, second):
         raise UsageError(
@@ -171,9 +172,9 @@ def find_shared_tensor(first: nn.Module, second: nn.Module) -> str:
 
 
 def has_same_draws(first: UserModel, second: UserModel) -> bool:
-    """Return whether the factory drew as many random numbers for both.
+    """Return whether the factory drew the same number of random numbers for both models.
 
-    Weights that no call draws, such as those of a module that is handed to ``verify``, are the same under each seed.
+    If no call draws the weights, as for a module that is passed to ``verify``, the weights are the same for each seed.
     """
     return torch.equal(first.generator_state, second.generator_state)
 
@@ -184,7 +185,7 @@ def has_same_numbers(first: Tensor, second: Tensor) -> bool:
 
 
 def refuse_special_norms(name: str, model: nn.Module) -> None:
-    """Raise UsageError for a SyncBatchNorm that is not replaced by one that runs on a CPU."""
+    """Raise UsageError for a SyncBatchNorm that was not replaced by a SyncBatchNorm that runs on a CPU."""
     norms = [key for key, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
     if norms:
         raise UsageError(
@@ -195,7 +196,7 @@ def refuse_special_norms(name: str, model: nn.Module) -> None:
 
 
 def require_finite_weights(name: str, model: nn.Module) -> None:
-    """Raise UsageError if a parameter of the model contains NaN or infinity, as memory that nothing initialized may."""
+    """Raise UsageError if a parameter of the model contains NaN or infinity, as uninitialized memory may."""
     for key, parameter in model.named_parameters():
         if parameter.is_meta:
             raise UsageError(
@@ -230,7 +231,7 @@ def require_matching_dtype(name: str, model: nn.Module, dtype: str) -> None:
 
 
 def describe_conversion(model: nn.Module, dtype: str) -> str:
-    """Describe the low-precision parameters beside fp32 ones that cells train in ``dtype``, or return ''."""
+    """Describe a low-precision parameter beside fp32 parameters that cells convert to ``dtype``, or return ''."""
     low = [key for key, p in model.named_parameters() if p.requires_grad and p.dtype in LOW_PRECISION_DTYPES.values()]
     if dtype != "fp32" or not low:
         return ""
@@ -241,7 +242,7 @@ def describe_conversion(model: nn.Module, dtype: str) -> str:
 
 
 def refuse_sparse_gradients(name: str, model: nn.Module) -> None:
-    """Raise UsageError for an embedding with sparse gradients, which torch's AdamW refuses, by which laws train."""
+    """Raise UsageError for an embedding with sparse gradients, because laws train with AdamW, which refuses them."""
     sparse = [
         key
         for key, module in model.named_modules()
@@ -250,7 +251,7 @@ def refuse_sparse_gradients(name: str, model: nn.Module) -> None:
     if sparse:
         raise UsageError(
             f"the module {sparse[0] or 'itself'!r} of the model of {name} has sparse gradients, which torch's AdamW "
-            "refuses, and so the laws that train with it; build it with sparse=False, which gives the same numbers"
+            "refuses, so laws cannot train with it; build it with sparse=False, which gives the same numbers"
         )
 
 
@@ -307,7 +308,7 @@ def explain_shared_draws(baseline: Baseline) -> str:
         return "the ranks of a SyncBatchNorm draw them beside each other"
     try:
         runs = SampleRuns.record(baseline, 0, 0)
-        # Not single samples, which a batch norm refuses: a wrong number of rows shows with the first half as well.
+        # Run half of the samples, not one, which a batch norm refuses: half of them also shows a wrong number of rows.
         runs.compute_grads(torch.arange(max(1, runs.batch.num_samples // 2)))
     except SharedDrawError as error:
         return str(error)
@@ -315,10 +316,10 @@ def explain_shared_draws(baseline: Baseline) -> str:
 
 
 def find_read_buffers(baseline: Baseline) -> tuple[str, ...]:
-    """Return the names of the buffers that a forward writes, if other values of them change the loss of a forward.
+    """Return the names of the buffers that a forward writes, if other values of these buffers change a forward's loss.
 
-    A forward that writes a buffer may leave its numbers as they are, as the power iteration of spectral norm does once
-    it has converged, until the weights change. So a write is seen by the buffer's version, not by its numbers.
+    A forward may write a buffer without changing its numbers: the power iteration of spectral norm does so once it has
+    converged, until the weights change. So a write is detected by the buffer's version, not by its numbers.
     """
     model = baseline.build_module()
     batch = baseline.batch(0, 0)
@@ -330,7 +331,7 @@ def find_read_buffers(baseline: Baseline) -> tuple[str, ...]:
 
     loss = compute_loss(model)
     after = {name: (buffer, buffer._version) for name, buffer in model.named_buffers()}
-    # Tensors are compared by identity: a forward may put another tensor into the place of a buffer.
+    # Tensors are compared by identity, because a forward may replace a buffer by another tensor.
     written = [name for name in after if name not in before or any(map(is_not, after[name], before[name]))]
     other = baseline.build_module()
     generator = torch.Generator().manual_seed(SEED)
@@ -350,7 +351,7 @@ def find_edited_parameters(baseline: Baseline) -> tuple[str, ...]:
 
 
 def change_buffer(buffer: Tensor, generator: torch.Generator) -> None:
-    """Add to each number of a buffer a random part of its own size, or 1 to each integer; bools stay."""
+    """Add a random number of its own magnitude to each number of a buffer, or 1 to each integer; keep bools."""
     if buffer.is_floating_point() and buffer.numel():
         buffer += torch.rand(buffer.shape, generator=generator).to(buffer) * (buffer.abs() + buffer.abs().mean())
     elif buffer.dtype is not torch.bool and not buffer.is_complex():

@@ -14,17 +14,18 @@ from zharness.laws.state.resume import RECORDED_BUFFERS, RECORDED_SNAPSHOTS
 from zharness.run.model_memory import FLOAT32_BYTES, GIB, IGNORE_HINT, IGNORE_OPTION, ModelSize
 from zharness.world.limits import available_memory, is_in_memory
 
-# state.resume writes most: its snapshots, records of buffers, and a checkpoint, which has at most the bytes of one
-# snapshot and the buffers of each rank.
-# The checkpoint is gone before the last snapshots, and counts all the same: the judge's record of losses and names, and
-# the padding between tensors, take less. model.configured records a snapshot more than it trains steps, and gradients.
+# The law state.resume writes the most: its snapshots, records of buffers, and a checkpoint, which has at most the bytes
+# of one snapshot and the buffers of each rank.
+# The checkpoint is deleted before the last snapshots but is counted with them, because the judge's record of losses and
+# names, and the padding between tensors, take less than it. The law model.configured records the gradients of each step
+# and one snapshot more than its steps.
 CHECKPOINTS = 1
 MOMENTS = 2
 MIB = 2**20
 
 
 class Storage(Enum):
-    """What the bytes of temporary files are taken from."""
+    """The medium that holds the bytes of temporary files."""
 
     DISK = "disk"
     MEMORY = "memory"
@@ -32,7 +33,7 @@ class Storage(Enum):
 
 @dataclass(frozen=True)
 class FreeSpace:
-    """The folder of temporary files, its storage, and the bytes that are free there and in memory at one moment."""
+    """The folder of temporary files, its storage, and the bytes that are free in the folder and in memory."""
 
     path: Path
     storage: Storage
@@ -41,14 +42,14 @@ class FreeSpace:
 
 
 def measure_free_space() -> FreeSpace:
-    """Return the folder in which ranks record tensors, with what is free there and in memory."""
+    """Return the folder in which ranks record tensors, with the free bytes in the folder and in memory."""
     path = Path(tempfile.gettempdir())
     storage = Storage.MEMORY if is_in_memory(path) else Storage.DISK
     return FreeSpace(path, storage, shutil.disk_usage(path).free, available_memory())
 
 
 def estimate_file_bytes(size: ModelSize, world_size: int, steps: int) -> int:
-    """Estimate the most bytes of temporary files of one cell.
+    """Estimate the maximum number of bytes of one cell's temporary files.
 
     ``steps`` is the number of steps of ``model.configured``.
     """
@@ -65,7 +66,7 @@ def format_file_bytes(size: int) -> str:
 
 
 def count_fitting_cells(size: ModelSize, world_size: int, steps: int, free: FreeSpace) -> int:
-    """Return how many cells may run at a time, by the memory and the temporary files that each takes."""
+    """Return how many cells may run at a time, given the memory and the temporary files that each cell needs."""
     memory, files = size.estimate_memory(world_size), estimate_file_bytes(size, world_size, steps)
     in_memory = memory + (files if free.storage is Storage.MEMORY else 0)
     return min(free.memory_bytes // in_memory, free.file_bytes // files)

@@ -1,4 +1,4 @@
-"""Say which cells of a user's model cannot be judged, by what its forward does: random numbers, buffers, branches."""
+"""Find the cells of a user's model that cannot be judged because of random numbers, buffers or branches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ UNEVEN_LAW = "parameters.used_on_some_ranks"
 
 
 def skip_unjudgeable(planned: PlannedCell, facts: ModelFacts, claims: ClaimsLookup) -> PlannedCell:
-    """Mark the cell as unsupported if its law cannot be judged on this model, or not on this engine."""
+    """Mark the cell as unsupported if its law cannot be judged on this model with this engine."""
     if planned.unsupported_reason:
         return planned
     reason = (
@@ -42,14 +42,14 @@ def explain_shared_draws(planned: PlannedCell, facts: ModelFacts) -> str:
 
 
 def explain_read_buffers(planned: PlannedCell, facts: ModelFacts) -> str:
-    """Return a reason if the cell compares later forwards, which read buffers that earlier ones wrote, or ''."""
+    """Return a reason if the cell compares later forwards, which read buffers that earlier forwards wrote, or ''."""
     if not facts.read_buffers or not get_law(planned.cell.law).compares_later_forwards:
         return ""
     return f"{READ_BUFFERS_REASON} ({facts.read_buffers[0]})"
 
 
 def explain_uneven_ranks(planned: PlannedCell, facts: ModelFacts, claims: ClaimsLookup) -> str:
-    """Return a reason if ranks use different parameters, which the engine refuses, or allows in a block, or ''."""
+    """Return a reason if ranks use different parameters and the engine allows it at most in a block, or ''."""
     if not facts.uneven_parameters or planned.cell.world_size == 1:
         return ""
     known = claims(planned.cell.engine, planned.cell.stage)
@@ -59,14 +59,16 @@ def explain_uneven_ranks(planned: PlannedCell, facts: ModelFacts, claims: Claims
     if known.uneven_block:
         return (
             f"ranks use different parameters in one step, which the engine allows inside `with {known.uneven_block}` "
-            f"alone; laws on users' models do not open this block, {UNEVEN_LAW} does"
+            f"alone; laws on users' models do not open this block, but {UNEVEN_LAW} does"
         )
     return ""
 
 
 def explain_edited_parameters(planned: PlannedCell, facts: ModelFacts, claims: ClaimsLookup) -> str:
-    """Return a reason if a forward edits weights, which the engine refuses, and the law compares more than the first
-    gradients, or ''."""
+    """Return a reason if a forward edits weights and the engine refuses it, or ''.
+
+    A law that compares only the gradients of the first forward is not affected.
+    """
     law = get_law(planned.cell.law)
     refusal = claims(planned.cell.engine, planned.cell.stage).refusal(Feature.IN_PLACE_EDITS)
     if not facts.edited_parameters or not refusal or (law.is_gradient_law and not law.compares_later_forwards):
@@ -82,6 +84,6 @@ def describe_uneven_ranks(facts: ModelFacts) -> str:
     names = facts.uneven_parameters
     shown = ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
     return (
-        f"some micro-batches use {len(names)} parameters ({shown}), and others do not, so ranks use different ones in "
-        f"one step; whether an engine allows that is the law {UNEVEN_LAW}"
+        f"some micro-batches use {len(names)} parameters ({shown}), and others do not, so ranks use different "
+        f"parameters in one step; the law {UNEVEN_LAW} tests whether an engine allows that"
     )

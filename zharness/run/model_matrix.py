@@ -39,16 +39,16 @@ class ModelReporter(Protocol):
         ...
 
     def report_models(self, records: Sequence[Record], seconds: float, unjudged: Sequence[str]) -> int:
-        """Report a finished run and the sentences of what was not judged, and return the exit code."""
+        """Report a finished run and the sentences on what was not judged, and return the exit code."""
         ...
 
 
 @dataclass(frozen=True)
 class ModelMatrix:
-    """The models, engines and configuration files of which every combination is checked in the same way.
+    """The models, engines and configuration files; every combination of them is checked in the same way.
 
-    ``models`` are paths of factories, or patterns such as ``package.module:gpt*``. A file of the empty name stands for
-    no configuration. ``ignore_memory_limit`` lets models run that do not fit into memory. ``law_set`` is the version of
+    ``models`` are paths of factories, or patterns such as ``package.module:gpt*``. A file with an empty name means no
+    configuration. With ``ignore_memory_limit``, models run that do not fit into memory. ``law_set`` is the version of
     the law set, empty for the newest.
     """
 
@@ -65,7 +65,7 @@ class ModelMatrix:
     law_set: str = ""
 
     def expand(self) -> list[ModelCheckRequest]:
-        """Return a request for each combination, those of one engine one after the other.
+        """Return a request for each combination; the requests of one engine follow each other.
 
         Raises UsageError for a pattern that no factory matches.
         """
@@ -93,8 +93,9 @@ def run_model_matrix(
 ) -> int:
     """Check every combination, report the records and return the exit code.
 
-    Raises UsageError before the first law runs, if there is a single combination. Of several, one that is refused does
-    not end the others: the exit code is then 2, unless a law fails. Ctrl-C reports the cells that have finished.
+    If there is a single combination and it is refused, raises UsageError before the first law runs. If there are
+    several, a refused one does not end the others: the exit code is then 2, unless a law fails. On Ctrl-C, the finished
+    cells are reported.
     """
     reporter.require_writable()
     requests = matrix.expand()
@@ -132,7 +133,8 @@ def check_models(
 ) -> Iterator[tuple[ModelCheckRequest, list[Record]]]:
     """Yield each request with its records. The requests of one engine share its rank servers.
 
-    A sentence for each request that is refused is added to ``refused``; a single one raises UsageError instead.
+    A sentence for each refused request is added to ``refused``; if there is only one request, UsageError is raised
+    instead.
     """
     for engine in dict.fromkeys(request.engine for request in requests):
         with RunnerLanes(options, engine, get_environment) as lanes:
@@ -162,7 +164,7 @@ def check_or_refuse(
 
 
 def describe_combination(request: ModelCheckRequest, count: int) -> str:
-    """Return the beginning of a sentence about one of several requests: its model, engine and configuration."""
+    """Return the words that begin a sentence about one of several requests: its model, engine and configuration."""
     if count == 1:
         return ""
     return f"{request.model} on {request.engine}{f' with {request.config}' if request.config else ''}: "

@@ -25,21 +25,22 @@ from zharness.world.limits import KEPT_HEAP_BYTES, available_memory, limit_proce
 from zharness.world.orphans import die_with_parent
 
 GIB = 2**30
-PROCESS_BYTES = int(0.35 * GIB)  # of a process of torch with an engine, without a model
-# Copies of the model in memory at once, counted from the code. A rank: the factory's model, a copy of the initial
-# state, one that is being recorded, and weights and gradients of two engines; in the dtype of the optimizer two moments
-# of both engines and, for low precision, their master weights. The judge: weights, local gradients, evidence; in
-# float64 the expected values and their bounds. Cells of a GPT-2 with 10 M parameters took less than this. A frozen
-# parameter has no gradients, optimizer state, master weights or expected updates: of the float64 copies there remains
-# that of the weights, in which the judge runs plain PyTorch (convert_to_float64 in zharness/parity/baseline.py). A
-# buffer is copied as often as a frozen parameter.
+PROCESS_BYTES = int(0.35 * GIB)  # the memory of a process that imported torch and an engine, without a model
+# Copies of the model in memory at once, counted from the code. A rank has the factory's model, a copy of the initial
+# state, a copy that is being recorded, and the weights and gradients of two engines; in the dtype of the optimizer, two
+# moments of both engines and, for low precision, their master weights. The judge has weights, local gradients and
+# evidence, and in float64 the expected values and their bounds. Cells of a GPT-2 with 10 M parameters took less than
+# this. A frozen parameter has no gradients, optimizer state, master weights or expected updates: its only float64 copy
+# is the copy of the weights on which the judge runs plain PyTorch (convert_to_float64 in zharness/parity/baseline.py).
+# A buffer is copied as often as a frozen parameter.
 RANK_COPIES, RANK_OPTIMIZER_COPIES, RANK_MASTER_COPIES = 7, 4, 2
 JUDGE_COPIES, JUDGE_FLOAT64_COPIES = 5, 2
-# Where an engine has kernels of its own, tier C adds to the judge in float64, for each rank, the gradient and its unit,
-# and while they are computed two sums over samples and the model and gradient of one sample; in the model's dtype the
-# gradients of eight runs of plain PyTorch, and of the samples of one of them (4 of a micro-batch of transformers).
+# If an engine has kernels of its own, the judge needs more memory for tier C. In float64: the gradient and its unit for
+# each rank, and, while these are computed, two sums over samples and the model and gradient of one sample. In the
+# model's dtype: the gradients of eight runs of plain PyTorch, and the gradients of the samples of one of these runs (4
+# of a micro-batch of transformers).
 CALIBRATED_COPIES, CALIBRATED_FLOAT64_COPIES, CALIBRATED_FLOAT64_COPIES_OF_A_RANK = 12, 4, 2
-KEPT_COPIES = 2  # freed and not yet used again: a model and its gradients
+KEPT_COPIES = 2  # a model and its gradients, which the process has freed but not yet used again
 RANK_FROZEN_COPIES, JUDGE_FROZEN_COPIES, JUDGE_FROZEN_FLOAT64_COPIES = 5, 4, 1
 FLOAT32_BYTES, FLOAT64_BYTES = 4, 8
 IGNORE_OPTION = "--ignore-memory-limit"
@@ -51,11 +52,11 @@ OUT_OF_MEMORY = "can't allocate memory"  # c10/core/impl/alloc_cpu.cpp
 
 @dataclass(frozen=True)
 class ModelSize:
-    """The number of elements of a model's parameters, the bytes that they take, and whether cells lower their dtype.
+    """The number of elements of a model's parameters, their bytes, and whether cells lower their dtype.
 
-    ``frozen_parameters`` and ``frozen_bytes`` are the part of them that does not require a gradient. ``buffers`` and
-    ``buffer_bytes`` are the elements and bytes of the model's buffers, which are not among the parameters.
-    ``is_calibrated`` says that gradients of an engine's own kernels are compared by tier C.
+    ``frozen_parameters`` and ``frozen_bytes`` count the parameters that do not require a gradient. ``buffers`` and
+    ``buffer_bytes`` are the elements and bytes of the model's buffers, which the parameters do not include.
+    ``is_calibrated`` is true if the gradients of an engine's own kernels are compared by tier C.
     """
 
     parameters: int
@@ -100,7 +101,7 @@ class ModelSize:
         return weights + copies * optimizer_bytes + self.kept_bytes() + PROCESS_BYTES
 
     def judge_bytes(self, world_size: int = 2) -> int:
-        """Return the memory of the judge, which trains plain PyTorch and compares, in bytes."""
+        """Return the memory, in bytes, of the judge, which trains plain PyTorch and compares tensors."""
         copies, wide_copies = JUDGE_COPIES, JUDGE_FLOAT64_COPIES
         if self.is_calibrated:
             copies += CALIBRATED_COPIES
@@ -121,10 +122,10 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class SizeEstimate:
-    """The size of a model that was built without memory, or the reason why its factory cannot be run like that.
+    """The size of a model that was built without memory, or the reason why its factory cannot run without memory.
 
-    Both are missing if the factory returns something else than a model, which the full build says in full.
-    ``modules`` are the names of the modules of ``MODEL_PACKAGES`` that the factory imported, in the order of import.
+    Both are missing if the factory does not return a model; the full build then reports the error. ``modules`` are the
+    names of the modules of ``MODEL_PACKAGES`` that the factory imported, in the order of import.
     """
 
     size: ModelSize | None
@@ -133,7 +134,7 @@ class SizeEstimate:
 
 
 def needs_calibration(request: Request, claims: ClaimsLookup) -> bool:
-    """Return whether a law of ``request`` compares gradients of the engine's own kernels, which takes more memory."""
+    """Return whether a law of ``request`` compares gradients of the engine's own kernels, which needs more memory."""
     (engine,) = request.engines
     known = select_stages(engine, (), claims)
     stages = [stage for stage in request.stages or known if stage in known]
@@ -144,8 +145,8 @@ def needs_calibration(request: Request, claims: ClaimsLookup) -> bool:
 def estimate_size(name: str, dtype: str) -> SizeEstimate:
     """Call the factory ``name`` with tensors that have no memory, and return the size of its model.
 
-    The factory runs in a child process, which forgets whatever the factory stores. Raises UsageError if the factory
-    cannot be imported.
+    The factory runs in a child process, so that objects that the factory stores do not stay in this process. Raises
+    UsageError if the factory cannot be imported.
     """
     factory = resolve_factory(name)  # before the fork, because the import is needed again
     return run_in_child(lambda: build_fake(name, factory, dtype))
@@ -154,8 +155,8 @@ def estimate_size(name: str, dtype: str) -> SizeEstimate:
 def build_fake(name: str, factory: Callable[[], Any], dtype: str) -> SizeEstimate:
     """Build the model without memory and measure it.
 
-    A fake tensor cannot be converted in place, as ``model.bfloat16()`` does, and a meta tensor cannot meet tensors with
-    memory, so both are tried. If both fail, the reason is that of the fake tensors.
+    ``model.bfloat16()`` cannot convert fake tensors in place, and an operation cannot mix meta tensors with tensors
+    that have memory, so both kinds are tried. If both fail, the reason is that of the fake tensors.
     """
     reasons = []
     for without_memory in (build_without_memory(), torch.device("meta")):
@@ -163,9 +164,9 @@ def build_fake(name: str, factory: Callable[[], Any], dtype: str) -> SizeEstimat
             with without_memory:
                 size = ModelSize.measure(call_factory(name, factory).model, dtype)
             return SizeEstimate(size, modules=find_model_modules())
-        except Exception as error:  # noqa: BLE001 - a factory may raise anything; the full build says what is wrong
+        except Exception as error:  # noqa: BLE001 - a factory may raise anything; the full build reports the error
             if isinstance(error, UsageError) and error.__cause__ is None:
-                return SizeEstimate(None)  # the factory returned something else than a model, which needs no memory
+                return SizeEstimate(None)  # the factory did not return a model, so there is nothing to measure
             cause = error.__cause__ or error
             lines = str(cause).strip().splitlines() or [""]
             reasons.append(f"{type(cause).__name__}: {lines[0]}"[:200])
@@ -208,10 +209,10 @@ def send_and_exit(function: Callable[[], SizeEstimate], pipe: BinaryIO, parent: 
 def build_within_memory(
     spec: ModelSpec, seed: int, dtype: str, world_size: int, ignore_memory_limit: bool = False
 ) -> nn.Module:
-    """Build a model, whose factory may allocate what is free and no more, and require that all processes fit.
+    """Build a model with a factory that may allocate only the free memory, and require that all processes fit.
 
-    With ``ignore_memory_limit`` the factory may try to allocate more, and nothing is required. Raises UsageError if the
-    memory does not suffice for the factory, or for the laws.
+    With ``ignore_memory_limit`` the factory may try to allocate more, and no process has to fit. Raises UsageError if
+    the memory does not suffice for the factory or for the laws.
     """
     free = available_memory()
     try:
@@ -231,7 +232,7 @@ def build_within_memory(
 
 
 def require_fitting(name: str, size: ModelSize, world_size: int) -> None:
-    """Raise UsageError if a model of this size does not fit into the free memory, or a rank into its own limit."""
+    """Raise UsageError if a model of this size does not fit into the free memory, or a rank does not fit its limit."""
     reason = explain_current_limit(size, world_size)
     if reason:
         raise UsageError(f"{name}: {reason}; {IGNORE_HINT}")
@@ -245,7 +246,7 @@ def explain_current_limit(size: ModelSize, world_size: int) -> str:
 def explain_too_large(size: ModelSize, world_size: int, free_bytes: float, process_bytes: float | None = None) -> str:
     """Explain why a model does not fit into ``free_bytes``, or return an empty string if the model fits.
 
-    ``process_bytes`` is what the limits of the shell allow one process, or None.
+    ``process_bytes`` is the memory that the limits of the shell allow one process, or None.
     """
     needed, judge_bytes = size.estimate_memory(world_size), size.judge_bytes(world_size)
     largest = max(size.rank_bytes(), judge_bytes)

@@ -42,7 +42,7 @@ from zharness.workload.user_model import is_user_model
 from zharness.world.limits import keep_freed_memory
 from zharness.world.rank import seed_torch
 
-MAX_UNDETERMINED_SHARE = 1 / 2  # with more undetermined elements, finding no mismatch shows nothing
+MAX_UNDETERMINED_SHARE = 1 / 2  # with more undetermined elements, a comparison without a mismatch proves nothing
 
 
 @dataclass(frozen=True)
@@ -69,16 +69,16 @@ class Judgement:
 
     @property
     def is_inconclusive(self) -> bool:
-        """Return whether no mismatch was found, but too many elements are smaller than their bound for a pass."""
+        """Return whether too many elements are smaller than their bound for a pass; a mismatch does not matter here."""
         return self.undetermined > MAX_UNDETERMINED_SHARE * self.elements
 
 
 def observe(cell: Cell, salt: int, evidence_dir: str, capabilities: Capabilities, options: Mapping[str, Any]) -> None:
     """Run the law on the engine, on every rank, and write the recorded tensors into ``evidence_dir``."""
-    if is_user_model(cell.model):  # laws that look at memory itself have other models
+    if is_user_model(cell.model):  # no law that measures memory runs on users' models
         keep_freed_memory()
     ctx = build_cell_context(cell, salt, capabilities, options, Path(evidence_dir))
-    # The same seed on all ranks: an engine that draws random numbers itself draws the same ones everywhere.
+    # Use the same seed on all ranks, so that an engine that draws random numbers draws the same numbers on each rank.
     seed_torch(cell.seed(salt))
     with multiply_with(choose_products(cell.dtype)), collect_nondeterministic_operators() as operators:
         get_law(cell.law).observe(ctx)
@@ -120,7 +120,7 @@ def build_cell_context(
 
 
 def find_plan(cell: Cell, spec: ModelSpec, salt: int) -> Mapping[str, str]:
-    """Return how the axis tp splits the cell's model: its plan, or the one that a user's model ships.
+    """Return the plan by which the axis tp splits the cell's model; a user's model has to ship its own plan.
 
     Raises UsageError for a user's model without a plan.
     """
@@ -146,8 +146,8 @@ def engine_options(cell: Cell, capabilities: Capabilities) -> Mapping[str, Any]:
 def claims_with_setting(cell: Cell, capabilities: Capabilities) -> Capabilities:
     """Return the capabilities of the cell's engine under the cell's options.
 
-    A configuration file does not change the capabilities, but for the shards of a pipeline: it turns them on if it has
-    the values of a named option that does.
+    A configuration file changes no capability except ``sharded_dtypes``, the shards of a pipeline: if the file has all
+    values of a named option, the sharded dtypes of that option are added.
     """
     claims = capabilities.with_options(cell_setting(cell.engine_variant).options).on_mesh(cell.mesh)
     options, named = engine_options(cell, capabilities), capabilities.engine_options.values()
@@ -178,7 +178,7 @@ def build_rank_context(
         capabilities=capabilities,
         variant=variant,
         device=rank_device(rank),
-        # Opened here, not at the first record: a law may count the open files of the process.
+        # Open the file here, not at the first record, because a law may count the open files of the process.
         records=EvidenceWriter(tempfile.TemporaryFile())
         if evidence_dir is None
         else open_evidence_writer(evidence_dir, rank),
@@ -201,7 +201,7 @@ def build_baseline(cell: Cell, salt: int, capabilities: Capabilities) -> Baselin
 
 @contextmanager
 def as_in_plain_torch(cell: Cell) -> Iterator[None]:
-    """Let plain PyTorch compute on the device of the cell's ranks, and multiply as they do, inside the block."""
+    """In the block, let plain PyTorch compute on the device of the cell's ranks, with products as on the ranks."""
     with on_compute_device(), multiply_with(choose_products(cell.dtype)):
         yield
 
@@ -214,7 +214,7 @@ def choose_cast_cache(stage: int, capabilities: Capabilities) -> CastCache:
 def run_plain_model(cell: Cell, salt: int, capabilities: Capabilities) -> None:
     """Run forward and backward of the plain model of a cell on the first micro-batch of every rank.
 
-    Raises what the model's code raises.
+    Raises any exception of the model's code.
     """
     with as_in_plain_torch(cell):
         baseline = build_baseline(cell, salt, capabilities)
@@ -308,7 +308,7 @@ def judge_law(ctx: JudgeContext, law: Law) -> Judgement:
 
 
 def add_coordinates(mismatch: Mismatch, ctx: JudgeContext) -> Mismatch:
-    """Add to the hint of a mismatch where on its mesh are the owner of the element and the rank that saw it."""
+    """Add to the hint of a mismatch the mesh coordinates of the rank that owns the element and the rank that saw it."""
     if not ctx.mesh.sizes:
         return mismatch
     ranks = dict.fromkeys(rank for rank in (mismatch.owner, mismatch.seen_on) if rank is not None)
@@ -358,7 +358,7 @@ def summarize_comparisons(comparisons: Sequence[Comparison]) -> Judgement:
 def is_blind(comparison: Comparison) -> bool:
     """Return whether a calibrated comparison could not have found an error in most of its elements.
 
-    The other comparisons of its law rest on it, so that their elements do not make up for it.
+    The other comparisons of the law rely on this comparison, so that their elements cannot compensate for it.
     """
     is_calibrated = comparison.tier is Tier.CALIBRATED
     return is_calibrated and comparison.undetermined > MAX_UNDETERMINED_SHARE * comparison.elements
@@ -368,7 +368,7 @@ def is_blind(comparison: Comparison) -> bool:
 def raise_as_usage_error(subject: str) -> Iterator[None]:
     """Convert an exception of the user's code in the ``with`` block to a UsageError that begins with ``subject``.
 
-    An UnknownStage stays one.
+    An UnknownStage is raised again as an UnknownStage.
     """
     try:
         yield

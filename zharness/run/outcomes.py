@@ -10,7 +10,7 @@ from zharness.run.record import Record, Verdict
 
 Key = TypeVar("Key")
 
-# The most serious first: a square of the matrix that sums up several cells shows these first.
+# The most serious outcome is first: a square of the matrix that sums up several cells shows outcomes in this order.
 OUTCOME_ORDER = (
     "stale",
     "error",
@@ -29,8 +29,8 @@ OUTCOME_ORDER = (
 def outcome_name(record: Record) -> str:
     """Return ``stale`` or ``excused`` if an expected failure covers ``record``, else the verdict of ``record``.
 
-    A cell that failed on pooled ranks and ended on fresh ranks as expected is a ``leak``: an earlier cell left state
-    behind.
+    A cell that failed on pooled ranks and had an expected outcome on fresh ranks is a ``leak``: an earlier cell left
+    state behind.
     """
     if record.stale_reason:
         return "stale"

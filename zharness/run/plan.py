@@ -38,7 +38,7 @@ from zharness.run.mesh_claims import (
 from zharness.workload.user_model import is_user_model
 from zharness.world.limits import check_world_size
 
-ARRAY_WORLD_SIZES = (2, 1, 3, 4)  # of covering arrays; the first is the default
+ARRAY_WORLD_SIZES = (2, 1, 3, 4)  # the world sizes of covering arrays; the first is the default
 
 ClaimsLookup = Callable[[str, int], Capabilities]
 
@@ -47,12 +47,14 @@ ClaimsLookup = Callable[[str, int], Capabilities]
 class Request:
     """The cells to run: glob patterns of laws or whole cell ids, and the values of each axis of the matrix.
 
-    For each axis (engine, stage, world size, dtype, model), an empty tuple selects all values. With a ``depth`` above 1
+    Empty ``patterns``, ``stages`` or ``models`` select all laws, stages or models. ``engines``, ``world_sizes`` and
+    ``dtypes`` select only the values that they name, so that an empty one gives no cells. With a ``depth`` above 1
     (``Depth``), cells are added that cover pairs of laws, engine options, accumulation windows, calls of backward,
-    world sizes and dtypes (``zharness.run.covering``); ``array_world_sizes`` and ``array_dtypes`` are the values that
-    they take. ``mesh`` has the axes of parallelism beside data parallelism, and applies to all cells. ``law_set`` is
-    the version of the law set whose law variants run; it does not limit cells that are named by their ids.
-    ``unclaimed_axes`` says whether an engine that does not claim an axis of the mesh is refused.
+    world sizes and dtypes (``zharness.run.covering``); ``array_world_sizes`` and ``array_dtypes`` are the world sizes
+    and dtypes of the added cells, by default those of the other cells. ``mesh`` has the axes of parallelism beside data
+    parallelism, and applies to all cells. ``law_set`` is the version of the law set whose law variants run; it does not
+    limit cells that are named by their ids. ``unclaimed_axes`` says whether an engine that does not claim an axis of
+    the mesh is refused.
     """
 
     patterns: tuple[str, ...] = ()
@@ -201,7 +203,7 @@ def plan_named_cell(
 
 
 def make_program_cell(cell: Cell, capabilities: Capabilities, salt: int = 0) -> ProgramCell:
-    """Return what the program of a cell depends on; ``salt`` is that of its seed."""
+    """Return the values that determine the program of a cell; ``salt`` is mixed into the seed of the cell."""
     claims = capabilities.with_options(cell_setting(cell.engine_variant).options).on_mesh(cell.mesh)
     return ProgramCell(cell.model, split_variant(cell.variant)[0], cell.seed(salt), cell.storage_dtype, claims)
 
@@ -232,7 +234,7 @@ def plan_covering_cells(
 ) -> Covering:
     """Choose the cells that cover pairs of values on one engine, in addition to the cells of its ``matrix``.
 
-    ``is_whole`` says that ``laws`` are all laws, so that pairs of values without a law are covered, too.
+    ``is_whole`` is true if ``laws`` are all laws; then pairs of two values are also covered.
     """
     stages = select_stages(engine, request.stages, claims)
     claims_at = {stage: claims(engine, stage) for stage in stages}
@@ -268,7 +270,7 @@ def select_stages(engine: str, requested_stages: tuple[int, ...], claims: Claims
 
 
 def require_variant(engine: str, variant: str, stages: tuple[int, ...], claims: ClaimsLookup) -> None:
-    """Raise UsageError for a variant that ``engine`` has at none of ``stages``, or a file that cannot be read."""
+    """Raise UsageError for a variant that ``engine`` has at none of ``stages``, or for a file that cannot be read."""
     if is_config_file(variant):
         load_configuration(variant)
         return
@@ -300,8 +302,8 @@ def first_buildable_claims(engine: str, stages: tuple[int, ...], claims: ClaimsL
 def list_dtypes(law: Law, variant: str, request: Request) -> Iterator[str]:
     """Yield the dtypes of the cells of one variant of a law.
 
-    A check of every law on a mesh has depth 1 and one dtype. It adds those that the law and the variant have for
-    meshes, unless dtypes are given, which are then the array's, too.
+    A check of every law on a mesh has depth 1 and one dtype. The function adds the ``mesh_dtypes`` of the law and the
+    variant, unless the user named dtypes; in that case ``array_dtypes`` also has only the named dtypes.
     """
     yield from request.dtypes
     if request.mesh.sizes and not request.patterns:
@@ -310,7 +312,7 @@ def list_dtypes(law: Law, variant: str, request: Request) -> Iterator[str]:
 
 
 def expand_law_cells(law: Law, engine: str, stage: int, request: Request) -> Iterator[Cell]:
-    """Yield the cells of one law at one stage. A law about meshes has no cell on data parallelism alone."""
+    """Yield the cells of one law at one stage. A law that needs a mesh has no cell on data parallelism alone."""
     if needs_mesh(law) and not request.mesh.sizes:
         return
     for world_size in request.world_sizes:

@@ -1,4 +1,4 @@
-"""Decide on which meshes programs can be judged: on those whose axes copy weights and split no layer."""
+"""Decide on which meshes programs can be judged: on meshes whose axes replicate weights and split no layer."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from zharness.world.limits import check_world_size
 def require_program_mesh(engine: str, mesh: Mesh, world_sizes: Sequence[int]) -> None:
     """Raise UsageError for a mesh on which no program is judged, or that one of ``world_sizes`` cannot form.
 
-    The weights of a program's layers are random. Where an axis splits a layer, the sums of its parts round in other
-    places than plain PyTorch's, so that every output would need a tolerance.
+    The weights of a program's layers are random. If an axis splits a layer, the partial sums of the ranks are rounded
+    in other places than the sums of plain PyTorch, so that every output would need a tolerance.
     """
     split = next((axis for axis in mesh.axes if axis != REPLICATE), "")
     if split:

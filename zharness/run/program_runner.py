@@ -45,7 +45,7 @@ SEED = 0x5EED  # seed of every program's weights; the batches also depend on the
 
 @dataclass(frozen=True)
 class ProgramOutcome:
-    """The verdict on programs that ran one after the other, and its cause, which is empty for a pass.
+    """The verdict on programs that ran one after the other, and the cause of the verdict, which is empty for a pass.
 
     ``innermost_file`` is the file of the innermost frame of an exception, and empty for other causes. ``details``
     contains the reports of all ranks, with tracebacks, if one of them did not return.
@@ -86,7 +86,7 @@ def program_options(program: Program, capabilities: Capabilities) -> dict[str, A
 
 
 def observe_programs(engine: str, programs: Sequence[Program], evidence_dir: str, capabilities: Capabilities) -> None:
-    """On every rank: run the programs in turn, and write the evidence of each into its own folder."""
+    """On every rank: run the programs in turn, and write the evidence of each program into its own folder."""
     for number, program in enumerate(programs):
         config = EngineConfig(
             stage=program.stage,
@@ -131,7 +131,7 @@ def program_evidence_dir(evidence_dir: str, number: int) -> Path:
 
 
 def build_program_baseline(program: Program) -> Baseline:
-    """Return the plain PyTorch model that ``program`` is compared with."""
+    """Return the plain PyTorch model with which ``program`` is compared."""
     dtype, scale = DTYPES[program.dtype], LOSS_SCALES[program.dtype]
     data_size = program.mesh.data_size(program.world_size)
     return Baseline(program_model_spec(program.layers), SEED, data_size, dtype, scale)
@@ -140,7 +140,7 @@ def build_program_baseline(program: Program) -> Baseline:
 def run_plain_models(programs: Sequence[Program]) -> None:
     """Run forward and backward of the plain model of each program on the first micro-batch of every rank.
 
-    Raises what the model's code raises.
+    Raises any exception of the model's code.
     """
     for program in programs:
         baseline = build_program_baseline(program)
@@ -150,14 +150,14 @@ def run_plain_models(programs: Sequence[Program]) -> None:
 
 @dataclass(frozen=True)
 class FinitePart:
-    """The verbs of programs before the numbers of plain PyTorch overflow, and why the others judge no engine."""
+    """Programs cut before the numbers of plain PyTorch overflow, and the reason why later verbs judge no engine."""
 
     programs: tuple[Program, ...]
     reason: str
 
 
 def find_finite_part(programs: Sequence[Program]) -> FinitePart | None:
-    """Return the programs up to the first number of plain PyTorch that is not finite, or None if all are finite."""
+    """Return the programs cut before the first number of plain PyTorch that is not finite; None if all are finite."""
     for count, program in enumerate(programs):
         overflow = find_overflow(build_program_baseline(program), program)
         if overflow is not None:
@@ -186,7 +186,7 @@ class ProgramRunner:
         timeout: float = 60.0,
         observe: Callable[[str, Sequence[Program], str, Capabilities], None] = observe_programs,
     ) -> None:
-        """Start the servers; ``environment`` is that of the ranks' server.
+        """Start the servers; ``environment`` is the environment of the ranks' server.
 
         ``timeout`` is the time limit in seconds for the ranks of one run. ``observe`` runs on every rank; it is a
         function of a module, or a partial of one.
@@ -209,11 +209,11 @@ class ProgramRunner:
         return self._claims[engine, stage]
 
     def run(self, engine: str, programs: Sequence[Program], isolation: Isolation = Isolation.POOLED) -> ProgramOutcome:
-        """Run ``programs`` one after the other on the same ranks, which are new or those of a pool.
+        """Run ``programs`` one after the other on the same ranks, which are new ranks or ranks of a pool.
 
-        The programs may differ only in their text. A failure does not count from where the numbers of plain PyTorch
-        overflow: the verdict is then that of the verbs before, and ``undetermined`` if they show no failure. Raises
-        UsageError if the engine does not claim a feature that one of the programs needs.
+        The programs may differ only in their text. If the numbers of plain PyTorch overflow, a failure after the
+        overflow does not count: the verdict is that of the verbs before the overflow, or ``undetermined`` if these
+        verbs show no failure. Raises UsageError if the engine does not claim a feature that one of the programs needs.
         """
         claims = self.claims(engine, programs[0].stage)
         for program in programs:
@@ -235,7 +235,7 @@ class ProgramRunner:
         capabilities: Capabilities,
         isolation: Isolation,
     ) -> ProgramOutcome:
-        """Run the programs on ranks of their stage and judge their evidence, which is in a folder of its own."""
+        """Run the programs on ranks of their stage and judge their evidence in a temporary folder."""
         evidence_dir = tempfile.mkdtemp(dir=self._judge_server.scratch_dir)
         try:
             return self._judge_folder(engine, programs, evidence_dir, capabilities, isolation)
@@ -250,7 +250,7 @@ class ProgramRunner:
         capabilities: Capabilities,
         isolation: Isolation,
     ) -> ProgramOutcome:
-        """Run the programs on ranks of their stage, with their evidence in a folder, and judge it."""
+        """Run the programs on ranks of their stage, which write evidence into ``evidence_dir``, and judge it."""
         stage, world_size = programs[0].stage, programs[0].world_size
         observe_task = RankTask(
             self._observe,
@@ -280,7 +280,7 @@ class ProgramRunner:
         return ProgramOutcome(verdict_of_judge_failure(judged.cause, programs[0].dtype), judged.cause.describe())
 
     def _find_finite_part(self, programs: tuple[Program, ...]) -> FinitePart | None:
-        """Return what ``find_finite_part`` returns, or None if plain PyTorch does not run the programs."""
+        """Return the result of ``find_finite_part``, or None if plain PyTorch fails to run the programs."""
         task = RankTask(
             find_finite_part, (programs,), timeout=JUDGE_TIMEOUT, group=Group.NONE, isolation=Isolation.POOLED
         )

@@ -1,4 +1,4 @@
-"""Search for the smallest program that an engine gets wrong: Hypothesis draws programs, and a failing one is shrunk."""
+"""Search for the smallest program that an engine gets wrong: draw programs by Hypothesis, and shrink a failing one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zharness.run.record import Verdict
 from zharness.workload.legal_programs import UNLIMITED_OUTPUTS, CallerLimits, ProgramBatch, smaller_batches
 from zharness.workload.programs import Act, LayerKind, Mark
 
-BATCH_SIZE = 8  # programs that run one after the other in the same ranks, which are started once
+BATCH_SIZE = 8  # programs that run one after the other on the same ranks, which are started once
 PASS_OUTCOME = ProgramOutcome(Verdict.PASS)
 T = TypeVar("T", LayerKind, Act, Mark)
 
@@ -46,8 +46,8 @@ class SearchOptions:
 class SearchResult:
     """The number of programs that ran, and the smallest failing batch with its outcome, if a batch failed.
 
-    The batch has several programs if none of them fails alone: the last program then fails on ranks that ran the
-    others.
+    The batch has several programs if none of them fails alone: then the last program fails only on ranks that ran the
+    other programs.
     """
 
     program_count: int
@@ -95,8 +95,8 @@ def search_programs(runner: ProgramRunner, engine: str, options: SearchOptions) 
             raise HarnessFault(f"{format_program_command(engine, batch)}: {outcomes[batch].cause}")
         return outcomes[batch].verdict.is_broken
 
-    # Generate only: shrink_batch cuts the program itself, which takes a third of the runs that Hypothesis' own
-    # shrinking of choices takes.
+    # Let Hypothesis only generate: shrink_batch cuts the program itself, which needs a third of the runs of Hypothesis'
+    # own shrinking of choices.
     hypothesis_settings = settings(
         max_examples=options.batches,
         phases=[Phase.generate],
@@ -113,7 +113,7 @@ def search_programs(runner: ProgramRunner, engine: str, options: SearchOptions) 
 
     def fails_alike(batch: ProgramBatch) -> bool:
         """Return whether a smaller batch fails with the same verdict as the first failing batch."""
-        # A wrong number that shrinks into a hang is another bug, and each run of a hang takes the time-out.
+        # If a wrong number shrinks into a hang, that is another bug, and each run of a hang takes the whole time-out.
         return fails(batch) and outcomes[batch].verdict is verdict
 
     smallest = shrink_batch(failing, fails_alike, repertoires[failing[0].stage].limits)

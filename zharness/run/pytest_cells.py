@@ -37,7 +37,7 @@ RUNNER_KEY = pytest.StashKey[Runner]()
 
 @cache
 def make_claims_lookup(get_environment: GetEnvironment) -> ClaimsLookup:
-    """Return a cached lookup of claims, which starts a rank server if only the built engine knows its claims."""
+    """Return a cached lookup of claims, which starts a rank server if an engine must be built to know its claims."""
 
     @cache
     def claims(engine: str, stage: int) -> Capabilities:
@@ -68,7 +68,7 @@ def plan_marked_cells(
         get_environment(engine)  # raises UsageError for a release that cannot be installed
         marked_stages = request.stages or stages
         selected = tuple(stage for stage in marked_stages if stage in (stages or marked_stages))
-        # A stage that the engine does not have is an error, unless --stage alone asks for it.
+        # A stage that the engine does not have is an error, unless only --stage asks for this stage.
         is_named = bool(engine_names or not stages)
         if not marked_stages or (
             selected and (is_named or first_buildable_claims(engine, selected, claims).stages.intersection(selected))
@@ -172,7 +172,7 @@ def run_cell(planned: PlannedCell, config: pytest.Config) -> Record:
 
 
 def describe_problem(record: Record) -> str:
-    """Return why ``record`` fails its test, with the command that runs the cell again, or '' if the test passes."""
+    """Return the reason why ``record`` fails its test, with the command that runs the cell again, or '' for a pass."""
     if record.is_expected and record.verdict is not Verdict.ERROR:
         return ""
     reason = record.stale_reason or record.pool_difference or record.cause

@@ -13,9 +13,9 @@ from zharness.world import Isolation
 
 
 class RankPool(NamedTuple):
-    """A pool of ranks, on which the cells of one engine, world, mesh, configuration file and factory run.
+    """A pool of ranks, on which the cells of one engine, world size, mesh, configuration file and factory run.
 
-    The pool of an engine with PoolScope.STAGE has the cells of one stage.
+    The pool of an engine with PoolScope.STAGE runs only the cells of one stage.
     """
 
     engine: str
@@ -48,11 +48,10 @@ def factory_path(model: str) -> str:
 
 
 def name_pool(cell: Cell, isolation: Isolation) -> str:
-    """Return the name that a rank server knows a cell's pool by.
+    """Return the name of a cell's pool on its rank server.
 
-    Cells that are expected to raise have a pool of their own, as an error may leave something in the process that
-    changes the outcome of a cell that passes. Another such cell, if it does not fail as expected, runs again on fresh
-    ranks.
+    Cells that are expected to raise share a pool of their own, because an error may leave state in the process that
+    changes the outcome of a passing cell. A cell of this pool that does not fail as expected runs again on fresh ranks.
     """
     name = rank_pool(cell).name
     return f"{name} after errors" if isolation is Isolation.POOLED_AFTER_ERRORS else name

@@ -2,9 +2,9 @@
 
 The record is a file of JSON lines. The first line has the version of the format, which REACH_VERSION counts, and the
 names of all functions and of their branches, as in
-``deepspeed/runtime/engine.py:DeepSpeedEngine.step > if self.training``, and each other line a cell with its seconds,
-its verdict and the numbers of those that it reached. coverage.py measures on the ranks, which makes a run about 1.5
-times as long.
+``deepspeed/runtime/engine.py:DeepSpeedEngine.step > if self.training``. Each other line has a cell with its seconds,
+its verdict, and the numbers of the functions and branches that it reached. coverage.py measures on the ranks, which
+makes a run about 1.5 times as long.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from zharness.run.record import Record, Verdict
 if TYPE_CHECKING:
     from coverage import Coverage
 
-REACH_VERSION = 2  # of the format; the first had no branches and no version. The cache keys of workflows have it too.
+REACH_VERSION = 2  # of the format; format 1 had no branches and no version. The cache keys of workflows also have it.
 
-SAVE_INTERVAL = 300.0  # seconds between two writings of a record whose run goes on
+SAVE_INTERVAL = 300.0  # seconds after which the record of an unfinished run is written again
 
 
 @dataclass(frozen=True)
 class CellReach:
     """The functions that the ranks of one cell reached, its verdict, and the seconds that it took.
 
-    These are processor seconds of one rank, or those of the clock if a rank did not return.
+    The seconds are processor seconds of one rank, or wall-clock seconds if a rank did not return.
     """
 
     functions: frozenset[str]
@@ -55,7 +55,7 @@ class CellReach:
 
     @property
     def failed(self) -> bool:
-        """Return whether the cell failed without a change, be it as expected."""
+        """Return whether the cell failed when it was recorded, expectedly or not."""
         return self.verdict not in (Verdict.PASS, Verdict.CONTRACT)
 
 
@@ -64,8 +64,8 @@ def observe_with_reach(
 ) -> None:
     """On every rank: observe the cell, and write the lines that it reached into a new file in ``folder``.
 
-    What a rank that is killed has reached is lost. Ranks do not look up functions: many run a single cell, and would
-    parse the source for it.
+    If a rank is killed, the lines that it reached are lost. Ranks do not look up the functions of the lines: many ranks
+    run a single cell, and would have to parse the source for that cell.
     """
     measurement = get_measurement(list_source_modules(info(cell.engine)))
     measurement.start()
@@ -78,21 +78,21 @@ def observe_with_reach(
         data.set_query_context(cell.id)
         lines = {path: data.lines(path) or [] for path in data.measured_files()}
         content = json.dumps({"cell": cell.id, "lines": {path: reached for path, reached in lines.items() if reached}})
-        # The recorder reads the folder while other cells run.
+        # Write under a temporary name and rename, because the recorder reads the folder while other cells run.
         write_atomically(content, Path(folder, f"{os.getpid()}.{uuid4().hex}.json"))
 
 
 @cache
 def get_measurement(modules: tuple[str, ...]) -> Coverage:
-    """Return the measurement of this process, which tells cells apart by contexts of coverage.py.
+    """Return the one measurement of this process, which separates cells by contexts of coverage.py.
 
-    A measurement decides for each file of the process whether to trace it, and stays in memory until the process ends:
-    one for each cell would cost a pooled rank a third of its time, and half a megabyte each.
+    A measurement decides for each file of the process whether to trace it, and stays in memory until the process ends.
+    A measurement for each cell would cost a pooled rank a third of its time, and half a megabyte for each cell.
     """
     from coverage import Coverage
 
-    # coverage.py makes one regular expression of all patterns, which for a package's 700 files takes a second. An empty
-    # list would let it measure every file.
+    # coverage.py makes one regular expression of all patterns, which would take a second for the 700 files of a
+    # package. With an empty list, coverage.py would measure every file.
     patterns = [f"{root}/**/*.py" if root.is_dir() else str(root) for root in find_source_roots(modules)]
     measurement = Coverage(data_file=None, include=patterns or ["no source"], config_file=False)
     measurement.set_option("run:disable_warnings", ["no-data-collected", "module-not-measured", "already-imported"])
@@ -101,7 +101,7 @@ def get_measurement(modules: tuple[str, ...]) -> Coverage:
 
 @cache
 def name_lines_of_file(path: str, modules: tuple[str, ...]) -> dict[int, str]:
-    """Return the name, as in a record, of the innermost function of each line of a source file that is in one."""
+    """Map each line of a source file that is in a function to the innermost function, named as in a record."""
     names = name_lines(list_functions(Path(path).read_text(encoding="utf-8")), with_signatures=False)
     prefix = shorten_path(Path(path), modules)
     return {line: f"{prefix}:{name}" for line, name in names.items()}
@@ -122,16 +122,16 @@ def shorten_path(path: Path, modules: tuple[str, ...]) -> str:
 
 
 def is_top_level(path: Path, number: int) -> bool:
-    """Return whether the folder ``path.parts[number]`` is a package whose parent folder is none."""
+    """Return whether the folder ``path.parts[number]`` is a package and its parent folder is not a package."""
     folder = Path(*path.parts[: number + 1])
     return (folder / "__init__.py").is_file() and not (folder.parent / "__init__.py").is_file()
 
 
 class ReachRecorder:
-    """Collects what cells reach while they run, and writes it into the record ``path`` every SAVE_INTERVAL seconds.
+    """Collects the reach of cells while they run, and writes it into the record ``path`` every SAVE_INTERVAL seconds.
 
-    Ranks leave the lines that they reach in ``folder``. ``earlier`` is what cells of earlier runs have reached, which
-    the record keeps. ``clock()`` returns the time in seconds.
+    Ranks write the lines that they reach into ``folder``. ``earlier`` is the reach of cells of earlier runs, which the
+    record keeps. ``clock()`` returns the time in seconds.
     """
 
     def __init__(
@@ -141,13 +141,13 @@ class ReachRecorder:
         self._path = path
         self._clock = clock
         self._saved = clock()
-        # Tuples: the sets of a whole covering array would take a quarter of a gigabyte.
+        # Store tuples, because sets would take a quarter of a gigabyte for a whole covering array.
         self._functions = {cell: tuple(reach.functions) for cell, reach in earlier.items()}
         self._outcomes = {cell: (reach.seconds, reach.verdict) for cell, reach in earlier.items()}
         self._running = dict[str, set[str]]()
 
     def add(self, record: Record) -> None:
-        """Add what the cell of ``record`` has reached, unless no rank has left anything of it."""
+        """Add the functions that the cell of ``record`` has reached, unless no rank wrote a file for the cell."""
         for file in self._folder.glob("*.json"):
             content = json.loads(file.read_text(encoding="utf-8"))
             cell = Cell.parse(content["cell"])
@@ -157,7 +157,7 @@ class ReachRecorder:
         name = name_in_record(record.cell)
         if name in self._running:
             self._functions[name] = tuple(self._running.pop(name))
-            cpu_seconds = record.rank_cpu_seconds  # of the clock, a busy machine makes ten times as many
+            cpu_seconds = record.rank_cpu_seconds  # on a busy machine, the wall-clock time is ten times as long
             seconds = record.seconds if cpu_seconds is None else cpu_seconds / record.cell.world_size
             self._outcomes[name] = (seconds, record.verdict)
         if self._clock() - self._saved >= SAVE_INTERVAL:
@@ -182,7 +182,7 @@ class ReachRecorder:
 
 
 def name_reached_lines(lines: Mapping[str, Sequence[int]], modules: tuple[str, ...]) -> set[str]:
-    """Return the functions and branches that have ``lines``, the numbers of the lines of each source file."""
+    """Return the functions and branches that contain ``lines``, which maps each source file to line numbers."""
     return {
         name
         for source, reached in lines.items()
@@ -202,7 +202,7 @@ def open_reach_recorder(folder: Path, path: Path, earlier: Mapping[str, CellReac
 
 
 def read_earlier_reach(path: Path, earlier_cells: Set[Cell]) -> dict[str, CellReach]:
-    """Read what ``earlier_cells`` have reached, by ``name_in_record``; a run without any starts a new record.
+    """Read the reach of ``earlier_cells``, by ``name_in_record``; without earlier cells, a run starts a new record.
 
     Raises UsageError as ``read_reach`` does.
     """
@@ -221,9 +221,10 @@ def name_in_record(cell: Cell) -> str:
 
 
 def read_reach(path: Path) -> dict[str, CellReach]:
-    """Read the record ``path``: what each cell reached, by ``name_in_record``.
+    """Read the record ``path``: the reach of each cell, by ``name_in_record``.
 
-    Raises UsageError if it is no record, or one of another version, whose names a change would not match.
+    Raises UsageError if the file is not a record, or is a record of another version, whose names would not match those
+    of a change.
     """
     try:
         head, *lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
@@ -245,7 +246,7 @@ def read_reach(path: Path) -> dict[str, CellReach]:
 
 
 def require_version(version: int, path: Path) -> None:
-    """Raise UsageError unless ``version``, that of the record ``path``, is REACH_VERSION."""
+    """Raise UsageError unless ``version``, the version of the record ``path``, is REACH_VERSION."""
     if version != REACH_VERSION:
         raise UsageError(
             f"{path} is a record of reach of version {version}, expected version {REACH_VERSION}; record again with "

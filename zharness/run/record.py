@@ -33,10 +33,10 @@ class Verdict(Enum):
     PASS = "pass"  # noqa: S105 - a verdict, no password
     FAIL = "fail"  # a number is wrong
     CONTRACT = "contract"  # the engine documents that it differs, and its documented remedy passes
-    CRASH = "crash"  # the engine raised, or took its process down
+    CRASH = "crash"  # the engine raised an exception or ended its process
     HANG = "hang"
     ERROR = "error"  # the harness itself failed
-    UNDETERMINED = "undetermined"  # no wrong number, but most are smaller than their bound, which proves nothing
+    UNDETERMINED = "undetermined"  # no number is wrong, but most are smaller than their bound, so nothing is proved
     UNSUPPORTED = "unsupported"
 
     @property
@@ -68,10 +68,10 @@ class Record:
     ``stale_reason`` names the entry to delete. ``documentation_url`` is where the engine documents the difference
     behind the verdict ``contract``. ``withheld_feature`` is a feature that the engine does not claim although the law
     holds with it. ``raising_frame`` names file, line and function of the user's or the engine's code that raised.
-    ``pool_difference`` describes how the cell failed on ranks that earlier cells had used, if it ended differently on
-    fresh ranks, which all other fields describe: an earlier cell left state behind. ``rank_cpu_seconds`` is the CPU
-    time of all ranks together, or None if a rank did not return or none ran. ``gpu_memory`` has the peaks of each rank,
-    and is empty on a CPU.
+    If the cell ended differently on fresh ranks than on ranks that earlier cells had used, an earlier cell left state
+    behind: ``pool_difference`` describes the failure on the used ranks, and all other fields describe the run on fresh
+    ranks. ``rank_cpu_seconds`` is the CPU time of all ranks together, or None if a rank did not return or no rank ran.
+    ``gpu_memory`` has the peaks of each rank, and is empty on a CPU.
     """
 
     cell: Cell
@@ -110,7 +110,7 @@ class Record:
             return False
         return not self.verdict.is_broken or bool(self.expected_failure)
 
-    # The names of these fields before the vocabulary of docs/glossary.md. Code that reads records may use them.
+    # Older names of fields, from before docs/glossary.md. Code that reads records may use them.
     case = property(lambda self: self.cell)
     expected = property(lambda self: self.is_expected)
     excuse = property(lambda self: self.expected_failure)
@@ -278,7 +278,7 @@ class RecordFile:
         """Write one line and flush it to the operating system. Raises UsageError if the disk is full."""
         line = (json.dumps(record.as_json(), allow_nan=False) + "\n").encode()
         try:
-            while line:  # the stream has no buffer, so that closing it cannot fail again
+            while line:  # the stream is unbuffered, so that no data is left whose write could fail again on close
                 line = line[self._stream.write(line) :]
         except OSError as error:
             raise unwritable_error(self._path, error) from error

@@ -32,7 +32,7 @@ class LoadedRecords:
 def load_records(paths: Iterable[Path], watch: Callable[[Sequence[bytes]], Iterable[bytes]] = iter) -> LoadedRecords:
     """Load the records of JSON-lines files. Raises UsageError if a file cannot be read or no file has a record.
 
-    ``watch`` passes on the lines of one file, and may show how many of them were read.
+    ``watch`` returns the lines of one file unchanged, and may show how many of them were read.
     """
     paths = list(paths)
     records: list[Record] = []
@@ -51,7 +51,7 @@ def load_records(paths: Iterable[Path], watch: Callable[[Sequence[bytes]], Itera
 
 
 def read_cells(paths: Iterable[Path]) -> frozenset[Cell]:
-    """Return the cells of which JSON-lines files have records. A file without a record has none.
+    """Return the cells that have a record in one of the JSON-lines files; an empty file is allowed.
 
     Raises UsageError if a file cannot be read or has lines but no record.
     """

@@ -58,7 +58,7 @@ class WithheldPolicy(Enum):
     """The treatment of cells that need a feature that the engine does not claim: skip or run them."""
 
     SKIP = "skip"
-    TRY = "try"  # if the law holds nevertheless, the record names the feature as withheld
+    TRY = "try"  # if the law holds although the feature is not claimed, the record names the feature as withheld
 
 
 class Runner:
@@ -97,7 +97,7 @@ class Runner:
         self._observe = observe
         self._servers = {name: RankServer(environment) for name, environment in environments.items()}
         self._judge_server = RankServer()
-        self._free_evidence_dirs: list[Path] = []  # of cells that passed; later cells overwrite their files
+        self._free_evidence_dirs: list[Path] = []  # folders of passed cells; later cells overwrite their files
         self._claims: dict[tuple[str, int], Capabilities] = {}
         self._pools: dict[RankPool, set[str]] = {}  # the names of the rank pools that the cells of a pool have used
 
@@ -139,7 +139,7 @@ class Runner:
             self.call_in_judge(build_and_forget, name)
 
     def try_on_ranks(self, cell: Cell, function: Callable[[Cell, int, Capabilities], None]) -> Record | None:
-        """Call ``function(cell, seed, capabilities)`` on the ranks of ``cell``, which its pool keeps for its cells.
+        """Call ``function(cell, seed, capabilities)`` on the ranks of the pool of ``cell``.
 
         Returns a failure record if a rank crashes or hangs, else None. Raises UsageError if ``function`` raises.
         """
@@ -170,10 +170,10 @@ class Runner:
             return replace(self._record_refused(planned, blank, isolation), seconds=time.monotonic() - began)
         record = self._run_expecting_failure(planned.cell, blank, isolation)
         if isolation is Isolation.POOLED_AFTER_ERRORS and not record.is_expected:
-            # An error leaves an engine that nobody closes, so that a difference says nothing about the engine.
+            # After an error nobody closes the engine, so that another outcome on these ranks proves nothing about it.
             record = self._run_expecting_failure(planned.cell, blank, Isolation.FRESH)
         if isolation is Isolation.POOLED and not record.is_expected:
-            # An earlier cell of the pool may have left something in the process: report what fresh ranks do.
+            # An earlier cell of the pool may have left state in the process: report the outcome on fresh ranks.
             fresh = self._run_expecting_failure(planned.cell, blank, Isolation.FRESH)
             explanation = find_pool_failure(
                 *(planned.cell, blank.engine_version, record.verdict.value, record.cause, record.details),
@@ -183,7 +183,7 @@ class Runner:
         return replace(record, seconds=time.monotonic() - began)
 
     def _choose_isolation(self, blank: Record) -> Isolation:
-        """Return the ranks on which a cell runs: those of the run, or others if it would end or change these."""
+        """Return the isolation of a cell: that of the run, or another if the cell would end or change shared ranks."""
         if get_law(blank.cell.law).needs_fresh_ranks or self.isolation is Isolation.FRESH:
             return Isolation.FRESH
         entries = list_crash_entries(blank.cell, blank.engine_version, self.user_expected_failures)
@@ -246,7 +246,7 @@ class Runner:
         except WorldError as error:
             return replace(blank_record, cause=str(error))
         finally:
-            # A failed cell may leave files that the next cell does not overwrite; they would be judged with that cell.
+            # A failed cell may leave files that the next cell does not overwrite; the judge would read them with it.
             if record.verdict is Verdict.PASS:
                 self._free_evidence_dirs.append(evidence_dir)
             else:
@@ -292,7 +292,8 @@ class Runner:
     ) -> Record:
         """Build the record of a cell in which a rank did not return.
 
-        If a model's code raised, a judge runs the plain model: what it does not raise is a crash of the engine.
+        If a model's code raised, a judge runs the plain model. If plain PyTorch does not raise, the cell is a crash of
+        the engine.
         """
         record = make_failure_record(outcome, blank_record)
         if record.verdict is not Verdict.ERROR or outcome.cause is None or not is_raised_by_model(outcome.cause):
@@ -337,7 +338,7 @@ class Runner:
     def close_pools(self, needed: Container[RankPool]) -> None:
         """End the ranks of every pool that is not in ``needed``.
 
-        An idle rank still wakes up 100 times a second in each of its process groups, which the running ranks feel.
+        An idle rank still wakes up 100 times a second in each of its process groups, which slows down running ranks.
         """
         for pool in [pool for pool in self._pools if pool not in needed]:
             for name in self._pools.pop(pool):

@@ -12,8 +12,8 @@ from torch.optim import lr_scheduler
 from zharness.errors import ConfigError
 
 SCHEDULED_STEPS = 100  # steps for which a schedule is computed; the last rate holds for later steps
-LEAST_WARMUP_STEPS = 2  # DeepSpeed takes at least these, as log(1) is zero
-NOT_COMPUTED = ("OneCycle",)  # DeepSpeed's scheduler that changes momentum, too
+LEAST_WARMUP_STEPS = 2  # DeepSpeed raises smaller numbers to 2, because log(1) is zero
+NOT_COMPUTED = ("OneCycle",)  # DeepSpeed's scheduler that also changes momentum
 LAST_ITERATION = "last_batch_iteration"
 POSITIVE_INTEGERS = ("warmup_num_steps", "lr_range_test_step_size")
 NOT_NUMBERS = ("warmup_type", "lr_range_test_staircase")
@@ -23,8 +23,8 @@ Params = Mapping[str, Any]
 def schedule_factors(name: str, section: Params, learning_rate: float) -> tuple[float, ...] | None:
     """Return the factors of the learning rate in each step, or None for a scheduler that is not computed here.
 
-    A factor is the scheduler's rate divided by ``learning_rate``, that of the optimizer. Raises ConfigError, with the
-    ``name`` of the configuration, for a parameter that the scheduler does not have, lacks or refuses.
+    A factor is the scheduler's rate divided by ``learning_rate``, the optimizer's rate. Raises ConfigError, with the
+    ``name`` of the configuration, for a parameter that is unknown, missing, or refused by the scheduler.
     """
     kind, params = str(section.get("type")), dict(section.get("params", {}))
     if kind not in SCHEDULES:
@@ -41,9 +41,9 @@ def schedule_factors(name: str, section: Params, learning_rate: float) -> tuple[
         raise ConfigError(f"config {name!r}: scheduler.params of {kind} has no {', '.join(missing)}; add it")
     require_valid_values(name, params)
     if any(isinstance(params[key], (list, tuple)) for key in params):
-        return None  # a rate for each group of parameters, of which a file without groups has one
-    # DeepSpeed's schedulers begin one step before the first: their step() follows the optimizer's. One that begins
-    # later leaves the optimizer's own rate to the first step.
+        return None  # a list has a rate for each parameter group, and the file declares no groups
+    # DeepSpeed's schedulers begin at step -1, because the scheduler's step() follows the optimizer's step(). If a
+    # scheduler begins later, the first step has the optimizer's own rate.
     start = params.get(LAST_ITERATION, -1)
     rates = [compute(start + step, params, learning_rate) for step in range(SCHEDULED_STEPS)]
     if start != -1:
@@ -52,7 +52,7 @@ def schedule_factors(name: str, section: Params, learning_rate: float) -> tuple[
 
 
 def require_known_scheduler(name: str, kind: Any) -> None:
-    """Raise ConfigError for a scheduler that neither DeepSpeed nor torch has; null stands for none."""
+    """Raise ConfigError for a scheduler that neither DeepSpeed nor torch has; null means no scheduler."""
     of_torch = {key for key, value in vars(lr_scheduler).items() if isinstance(value, type) and key.endswith("LR")}
     known = [*SCHEDULES, *NOT_COMPUTED, *sorted(of_torch | {"ReduceLROnPlateau"})]
     if kind is not None and not hasattr(lr_scheduler, str(kind)) and kind not in known:
@@ -88,7 +88,7 @@ def count_warmup_steps(params: Params) -> int:
 
 
 def warmup_share(step: int, params: Params) -> float | None:
-    """Return the share of the warm-up that is done in ``step``, or None after it."""
+    """Return the share of the warm-up that is done in ``step``, or None after the warm-up."""
     steps = count_warmup_steps(params)
     if step >= steps:
         return None
@@ -108,9 +108,9 @@ def warmup_decay_rate(step: int, params: Params, learning_rate: float) -> float:
 
 
 def warmed_rate(step: int, params: Params, learning_rate: float, share_afterwards: float) -> float:
-    """Return the rate between the least and the largest, of which ``share_afterwards`` counts after the warm-up.
+    """Return the rate between the least and the largest rate; after the warm-up, its share is ``share_afterwards``.
 
-    A largest rate of None is the optimizer's.
+    If the largest rate is None, the optimizer's rate takes its place.
     """
     least, largest = params.get("warmup_min_lr", 0.0), params["warmup_max_lr"]
     largest = learning_rate if largest is None else largest
@@ -134,7 +134,7 @@ def warmup_cosine_rate(step: int, params: Params, learning_rate: float) -> float
 
 
 def range_test_rate(step: int, params: Params, _learning_rate: float) -> float:
-    """Return the rate of LRRangeTest, which grows in steps or steadily."""
+    """Return the rate of LRRangeTest, which grows in steps or continuously."""
     least = params.get("lr_range_test_min_lr", 1e-3)
     if step < 0:
         return float(least)
@@ -146,7 +146,7 @@ def range_test_rate(step: int, params: Params, _learning_rate: float) -> float:
 WARMUP = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type", LAST_ITERATION)
 COSINE = ("total_num_steps", "warmup_min_ratio", "warmup_num_steps", "cos_min_ratio", "warmup_type", LAST_ITERATION)
 RANGE_TEST = (*(f"lr_range_test_{key}" for key in ("min_lr", "step_size", "step_rate", "staircase")), LAST_ITERATION)
-# The rate in a step, the names of the parameters, and those that have no default.
+# For each scheduler: the function that computes its rate, its parameters, and its parameters without a default.
 SCHEDULES: Mapping[str, tuple[Callable[[int, Params, float], float], tuple[str, ...], tuple[str, ...]]] = {
     "WarmupLR": (warmup_rate, WARMUP, ()),
     "WarmupDecayLR": (warmup_decay_rate, ("total_num_steps", *WARMUP), ("total_num_steps",)),

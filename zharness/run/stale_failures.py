@@ -1,4 +1,4 @@
-"""Find expected failures that name options or past releases, none of whose cells in a run failed as expected."""
+"""Find expected failures for options or past releases of which no cell in a run failed as expected."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from zharness.run.record import Record, Verdict
 
 
 def describe_stale_failures(records: Sequence[Record], user_failures: Sequence[ExpectedFailure] = ()) -> list[str]:
-    """Describe each expected failure for options or past releases with a law whose cells passed and did not fail so.
+    """Describe each expected failure for options or past releases that excused no cell of one of its laws.
 
-    An entry is described only if the run has all of its laws, stages, world sizes and dtypes, where a law that the
-    engine does not support counts as run. Each pattern of its laws (a name, a group or a glob) is described for itself,
-    and only if every law variant passed in a covered cell of every stage at which it ran with any options, because
-    another variant or stage may fail: few cells of a covering array have one option. Stages at which the engine lacks
-    the options of the entry do not count. A cell that fails as another entry expects says nothing about this one,
-    and one that fails unexpectedly may be this failure with another message. One that is stale on a cell of its own is
-    not described, because the record of that cell says so. The key ``unless_engine_variants`` of an entry excludes
-    cells that pass under further options.
+    An entry is described only if the run has all of its laws, stages, world sizes and dtypes; a law that the engine
+    does not support counts as run. Each pattern of its laws (a name, a group or a glob) is described separately, and
+    only if every law variant passed in a covered cell of every stage at which the variant ran with any options. Few
+    cells of a covering array have one given option, so that another variant or stage may still fail. Stages at which
+    the engine lacks the options of the entry do not count. A cell that fails as another entry expects says nothing
+    about this entry. A cell that fails unexpectedly may have the failure of this entry with another message. If the
+    entry is stale on a single cell, it is not described, because the record of that cell says so. The key
+    ``unless_engine_variants`` of an entry excludes cells that pass under further options.
     """
     return [
         f"{entry.location}: {', '.join(passed)}: no failure in the cells of {engine} that "
@@ -40,9 +40,9 @@ def describe_stale_failures(records: Sequence[Record], user_failures: Sequence[E
 def iter_passing_entries(
     records: Sequence[Record], user_failures: Sequence[ExpectedFailure]
 ) -> Iterator[tuple[ExpectedFailure, dict[str, list[Record]]]]:
-    """Yield each entry for options or past releases with laws of which it excused no cell of one engine.
+    """Yield each entry for options or past releases that excused no cell of some of its law patterns on one engine.
 
-    The dictionary has, for each pattern of those laws, the cells that passed.
+    The dictionary maps each of these patterns to the cells that passed.
     """
     ran = [record for record in records if record.verdict is not Verdict.UNSUPPORTED]
     attempted = {record.cell.law for record in records}
@@ -72,7 +72,7 @@ def has_options_at(entry: ExpectedFailure, stage: int) -> bool:
 def list_passing_cells(entry: ExpectedFailure, pattern: str, ran: Sequence[Record]) -> list[Record]:
     """Return the cells of the laws of ``pattern`` that passed although ``entry`` covers them.
 
-    Returns none if one of the cells needs the entry, or if too few of them ran to know.
+    Returns an empty list if one of the cells needs the entry, or if too few of them ran to decide.
     """
     of_pattern = [record for record in ran if matches_pattern(record.cell.law, pattern)]
     covered = [record for record in of_pattern if entry.covers_cell(record.cell, record.engine_version)]
@@ -104,9 +104,9 @@ def spelling(record: Record) -> tuple[str, str, int]:
 def has_all_values(entry: ExpectedFailure, ran: Sequence[Record], attempted: set[str]) -> bool:
     """Return whether a run has each law, stage, world size and dtype that ``entry`` names, with any options.
 
-    ``attempted`` are the laws of the run, with those that the engine does not support. Laws of a mesh count only for
-    an entry that names a mesh, since no other entry covers a cell of theirs. An entry that also covers cells without a
-    mesh needs no cell of its meshes.
+    ``attempted`` are the laws of the run, including laws that the engine does not support. Laws that need a mesh count
+    only for an entry that names a mesh, since no other entry covers a cell of these laws. If an entry also covers cells
+    without a mesh, the run needs no cell of the entry's meshes.
     """
     cells = [record.cell for record in ran]
     meshes = {cell.mesh for cell in cells}

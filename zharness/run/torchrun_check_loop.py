@@ -40,7 +40,7 @@ def run_torchrun_check(
 ) -> int:
     """Run ``request`` on the ranks of ``launch``; return the exit code, which is the same on every rank.
 
-    Raises UsageError on rank 0 only, but on every rank for options that do not go together with torchrun.
+    Raises UsageError on rank 0 only, but on every rank for options that do not work under torchrun.
     """
     if options.changes is not None or options.reach_file is not None or options.earlier_cells:
         unsupported = "--changed, --continue and --record-reach"

@@ -39,8 +39,8 @@ class TorchrunRunner(Runner):
 
     All cells share the ranks' processes, so global state that one engine leaves behind may affect the next engine. For
     example, DeepSpeed's stage 3 replaces torch.nn.functional.linear permanently and keeps the first process group.
-    Cells of one world size share a group until one of them fails. To separate engines or stages, start torchrun once
-    for each.
+    Cells of one world size share a process group until one of them fails. To separate engines or stages, start torchrun
+    once for each engine or stage.
 
     The judge is not affected: its process is forked before any engine is imported, and it reads the ranks' evidence
     from files that rank 0 writes.
@@ -117,7 +117,7 @@ class TorchrunRunner(Runner):
     ) -> Record:
         """Run the cell on the ranks of the launch, write their evidence into files, and judge it.
 
-        ``isolation`` is that of the judge; the ranks are always those of the launch.
+        ``isolation`` applies to the judge; the cell always runs on the ranks of the launch.
         """
         claims = self.claims(cell.engine, cell.stage)
         self._leader.task_title = cell.id

@@ -11,8 +11,8 @@ from zharness.run.record import Record, Verdict
 def explain_uncompared_gradients(records: Sequence[Record], chosen_laws: Sequence[str] = ()) -> str:
     """Explain why a run without failures still proves nothing.
 
-    Returns an empty string if gradients were compared at every stage that ran, or if a law passed of the
-    ``chosen_laws`` of the user. ``records`` are the records of one model on one engine.
+    Returns an empty string if gradients were compared at every stage that ran, or if one of the ``chosen_laws`` of the
+    user passed. ``records`` are the records of one model on one engine.
     """
     if not any(record.verdict is Verdict.PASS for record in records):
         reasons = dict.fromkeys(record.cause for record in records if record.cause)
@@ -28,7 +28,7 @@ def explain_uncompared_gradients(records: Sequence[Record], chosen_laws: Sequenc
     missing = sorted({record.cell.stage for record in run_records} - compared_stages)
     if not missing:
         return ""
-    # Where other gradient laws do not apply, the calibrated one says why no gradient could be compared.
+    # If the other gradient laws do not apply, the record of the calibrated law says why no gradient could be compared.
     calibrated = [r for r in records if get_law(r.cell.law).is_calibrated]
     causes = dict.fromkeys(record.cause for record in calibrated if record.cell.stage in missing)
     where = f"stage{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"

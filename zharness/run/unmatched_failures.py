@@ -34,9 +34,10 @@ def describe_unmatched_failures(
     """Describe each expected failure of a run's engines that matches none of ``cells``, and name the entry to delete.
 
     An entry is described only if the run has every cell that the entry covers. An entry that matches a passing cell is
-    not described, because the record of that cell says that the entry is stale. An entry for users' models alone is
-    also described if one of them cannot be imported. In a run without a user's model, this applies only to an entry of
-    ``user_failures`` whose path names nothing: such a run need not be able to import what the model itself imports.
+    not described, because the record of that cell says that the entry is stale. An entry that is only for users' models
+    is also described if one of these models cannot be imported. In a run without a user's model, this applies only to
+    an entry of ``user_failures`` whose path names no module or factory, because the packages that the model imports
+    need not be installed for such a run.
     """
     run_cells = {cell.cell for cell in cells}
     has_user_model = any(is_user_model(cell.model) for cell in run_cells)
@@ -79,10 +80,10 @@ def is_for_models_of_this_process(entry: ExpectedFailure) -> bool:
 
 
 def find_import_error(entry: ExpectedFailure, has_user_model: bool) -> str:
-    """Return the error of importing the users' models that an entry names, the first if several fail, or an empty text.
+    """Return the first error of importing the users' models that an entry names, or '' if all can be imported.
 
     Models that only the process that registered them can build are not imported. Unless the run ``has_user_model``, a
-    module that exists and raises while it is imported counts as importable.
+    module that exists but raises during its import counts as importable.
     """
     if not is_for_user_models(entry) or is_for_models_of_this_process(entry):
         return ""
@@ -98,7 +99,7 @@ def find_import_error(entry: ExpectedFailure, has_user_model: bool) -> str:
 def names_nothing(model: str, cause: BaseException | None) -> bool:
     """Return whether the import of ``model`` failed because its module, or the factory in it, does not exist.
 
-    ``cause`` is what the import of the module raised, or None if the module has no such factory.
+    ``cause`` is the exception that the import of the module raised, or None if the module has no such factory.
     """
     module = model.partition(":")[0]
     return cause is None or (isinstance(cause, ModuleNotFoundError) and f"{module}.".startswith(f"{cause.name}."))
@@ -107,7 +108,7 @@ def names_nothing(model: str, cause: BaseException | None) -> bool:
 def is_own_entry(entry: ExpectedFailure, engine: str) -> bool:
     """Return whether an entry was written for ``engine`` as it is installed.
 
-    An entry of a release, or of the engine that ``engine`` is built around, may be for laws that ``engine`` lacks.
+    An entry of a release, or of the engine around which ``engine`` is built, may be for laws that ``engine`` lacks.
     """
     return split_release(engine)[1] is None and entry not in list_failures_around(engine)
 
@@ -115,7 +116,8 @@ def is_own_entry(entry: ExpectedFailure, engine: str) -> bool:
 def is_fully_run(covered: Iterable[PlannedCell], run_cells: Set[Cell], *, is_own: bool) -> bool:
     """Return whether all supported cells of ``covered`` were run.
 
-    If no cell is supported, return whether any cell was run and the entry ``is_own``: written for this very engine.
+    If no cell is supported, return whether the entry ``is_own``, that is, written for exactly this engine, and any
+    covered cell was run or there is none.
     """
     planned: list[PlannedCell] = []
     for cell in covered:
@@ -132,9 +134,9 @@ def iter_covered_cells(
 ) -> Iterator[PlannedCell]:
     """Yield all cells that an expected failure covers, whether or not a run has them.
 
-    An entry without world sizes counts as an entry for 2 ranks, or for as many as its mesh and ``data_coordinates``
-    need: one or two of them. An axis of any size counts as one of 2. A mesh has cells of the world sizes that it fits,
-    if the engine claims its axes; an older release may not.
+    An entry without world sizes counts as an entry for 2 ranks, or for as many ranks as its mesh needs for one or two
+    data coordinates, as ``data_coordinates`` says. An axis without a size counts as an axis of size 2. A mesh has cells
+    only of world sizes that it fits and that the engine claims with its axes; an older release may not claim them.
     """
     capabilities = first_buildable_claims(engine, STAGES, claims)
     engine_stages = capabilities.stages

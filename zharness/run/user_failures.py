@@ -56,7 +56,7 @@ def parse_user_failures(text: str, source: str) -> tuple[ExpectedFailure, ...]:
 
 
 def require_narrow_entry(entry: ExpectedFailure) -> None:
-    """Raise UsageError if ``entry`` would excuse failures of every law, or switch off the option that it is about.
+    """Raise UsageError if ``entry`` would excuse failures of every law, or if its remedy overrides its own option.
 
     A user's file is checked when it is read; a test checks the files of the package, because this function imports the
     engine's claims.
@@ -73,7 +73,7 @@ def require_narrow_entry(entry: ExpectedFailure) -> None:
 
 
 def find_overridden_options(entry: ExpectedFailure) -> list[str]:
-    """Return the keys of the remedy that an option among ``engine_variants`` sets, and so would no longer be tested."""
+    """Return the keys that the remedy and an option of ``engine_variants`` set; the remedy would disable the option."""
     if not entry.remedy or not entry.engine_variants:
         return []
     claims = [capabilities(entry.engine, stage) for stage in entry.stages or range(4)]
@@ -90,9 +90,9 @@ def find_overridden_options(entry: ExpectedFailure) -> list[str]:
 def may_cover_every_law(entry: ExpectedFailure) -> bool:
     """Return whether ``entry`` may have the law ``*``.
 
-    It may if a remedy is documented, with which the law has to hold; if its releases end, as they do not change any
-    more, unless they end behind the newest release that is known; or if the engine claims a ``known_bug``, which
-    affects every training, for each option that the entry names.
+    It may if a remedy is documented, because the law has to hold with the remedy. It may if its releases end at a known
+    release or earlier, because past releases do not change. It may if the engine claims, for each option that the entry
+    names, a ``known_bug``, which affects every training.
     """
     if (entry.documented and entry.remedy) or _ends_at_a_known_release(entry):
         return True
@@ -104,7 +104,7 @@ def may_cover_every_law(entry: ExpectedFailure) -> bool:
 
 
 def _ends_at_a_known_release(entry: ExpectedFailure) -> bool:
-    """Return whether the releases of ``entry`` end, and not behind the newest one installed or named by the package."""
+    """Return whether the releases of ``entry`` end, at the latest with the newest installed or recorded release."""
     if entry.upper_bound is None:
         return False
     installed = resolve_version(entry.engine)

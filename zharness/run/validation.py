@@ -48,7 +48,7 @@ def matches_type(value: Any, expected_type: Any) -> bool:
         return isinstance(value, dict) and all(matches_type(item, parts[1]) for item in value.values())
     if not isinstance(value, kind):
         return False
-    # A heat map has a thousand numbers: comparing the set of their types is faster than checking each.
+    # A heat map has a thousand numbers: comparing the set of their types is faster than checking each number.
     types = leaf_types(parts[0])
     return all(matches_type(item, parts[0]) for item in value) if types is None else types.issuperset(map(type, value))
 

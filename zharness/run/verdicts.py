@@ -13,7 +13,7 @@ from zharness.run.observe_and_judge import Judgement
 from zharness.run.record import Record, Verdict
 from zharness.world import GroupOutcome, RankEnd, RankOutcome
 
-# Packages of zharness that are under test like any engine: an exception from their code is the engine's failure.
+# Packages of zharness that are under test like any engine: an exception from their code is a failure of the engine.
 PACKAGES_UNDER_TEST = ("reference", "mutants")
 # The exceptions that torch raises for unsuitable operands, and for a kernel that failed.
 TORCH_ERRORS = ("builtins.RuntimeError", ".AcceleratorError")
@@ -51,9 +51,9 @@ def verdict_of_exception(exception: str, innermost_file: str) -> Verdict:
     """Return the verdict for an exception, from the name of its class and the file of its innermost frame.
 
     An EngineContractError is ``fail``, and an EngineRefusal is ``crash``, because the engine's own code raised it. Any
-    other exception raised in the harness's own code is ``error``. TORCH_ERRORS are exceptions to this rule, because
-    torch raises them for unsuitable operands even if the harness calls torch, and CUDA reports what an engine's kernel
-    did at a later call.
+    other exception raised in the harness's own code is ``error``. For TORCH_ERRORS it is ``crash``, because torch
+    raises them for unsuitable operands even if the harness calls torch, and CUDA reports the error of an engine's
+    kernel in a later call.
     """
     if exception.endswith(".EngineContractError"):
         return Verdict.FAIL
@@ -64,7 +64,7 @@ def verdict_of_exception(exception: str, innermost_file: str) -> Verdict:
 
 
 def find_package(file: str) -> str:
-    """Return the first folder or file below the package zharness that leads to ``file``, or '' if it lies elsewhere."""
+    """Return the folder or file of the package zharness in which ``file`` lies, or '' if it lies elsewhere."""
     package = Path(zharness.__file__).parent
     return Path(file).relative_to(package).parts[0] if Path(file).is_relative_to(package) else ""
 
@@ -79,7 +79,7 @@ def is_raised_by_model(cause: RankOutcome) -> bool:
 
 
 def blame_engine(record: Record) -> Record:
-    """Return ``record``, the failure of a rank in a model's code, as a crash, because the plain model does not fail."""
+    """Return ``record``, in which a model's code raised on a rank, as a crash, since the plain model does not raise."""
     note = "the model's code raised under the engine only: plain PyTorch runs its forward and backward"
     return replace(record, verdict=Verdict.CRASH, notes=(*record.notes, note))
 
@@ -114,7 +114,7 @@ def make_judged_record(outcome: GroupOutcome, blank_record: Record) -> Record:
 def verdict_of_judge_failure(cause: RankOutcome, dtype: str) -> Verdict:
     """Return ``fail`` if the judge found a broken engine contract, and ``error`` for any other failure of the judge.
 
-    A law whose scenario plain PyTorch rounds in TF32 is ``unsupported`` there.
+    In TF32, a law is ``unsupported`` if plain PyTorch rounds its scenario.
     """
     if dtype == TF32 and cause.exception.endswith(".RoundedScenarioError"):
         return Verdict.UNSUPPORTED
@@ -189,15 +189,15 @@ def apply_remedy(
 
 
 def apply_lacking_remedy(record: Record, expected_failure: ExpectedFailure, lacking: str) -> Record:
-    """Return ``record``, still an expected failure, with the reason ``lacking`` why the release has no such remedy."""
+    """Add to ``record``, which stays an expected failure, the reason ``lacking`` why the release lacks the remedy."""
     return replace(record, cause=f"{record.cause}; the remedy {dict(expected_failure.remedy)} is lacking: {lacking}")
 
 
 def note_pool_difference(pooled: Record, fresh: Record, explanation: ExpectedFailure | None = None) -> Record:
     """Return the record of a cell that failed on pooled ranks and was run again on fresh ranks.
 
-    The result is the record on fresh ranks, with the failure on pooled ranks if the two runs ended differently. A
-    difference that ``explanation`` expects is only noted.
+    The result is the record on fresh ranks. If the two runs ended differently, it also describes the failure on pooled
+    ranks, as a note if ``explanation`` expects the difference, else as ``pool_difference``.
     """
     if not differs_on_fresh_ranks(pooled, fresh):
         return fresh
@@ -209,10 +209,10 @@ def note_pool_difference(pooled: Record, fresh: Record, explanation: ExpectedFai
 
 
 def differs_on_fresh_ranks(pooled: Record, fresh: Record) -> bool:
-    """Return whether a cell failed on fresh ranks in another way than on pooled ranks, or did not fail.
+    """Return whether a cell failed differently on fresh ranks than on pooled ranks, or did not fail on fresh ranks.
 
-    Two wrong numbers are the same failure if the first wrong tensor is the same, and two exceptions or hangs if their
-    messages differ only in numbers and folders.
+    Two wrong numbers are the same failure if the first wrong tensor is the same. Two exceptions or hangs are the same
+    failure if their messages differ only in numbers and folders.
     """
     if pooled.verdict is not fresh.verdict or pooled.is_expected != fresh.is_expected:
         return True

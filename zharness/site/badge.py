@@ -11,7 +11,7 @@ HOLDS_COLOUR, BROKEN_COLOUR, LABEL_COLOUR = "#1a6b3a", "#a4260f", "#3b434b"  # w
 
 
 def describe_badge(tally: Tally) -> dict[str, object]:
-    """Return what the template of the badge shows: its texts, widths in pixels, and the colour."""
+    """Return the values of the badge's template: its texts, widths in pixels, and the colour."""
     label_width = len(LABEL) * CHARACTER_WIDTH
     words_width = len(tally.counts) * CHARACTER_WIDTH
     return {

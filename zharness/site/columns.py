@@ -11,7 +11,7 @@ from zharness.run.changes import strip_release
 from zharness.run.outcomes import OUTCOME_ORDER, outcome_name
 from zharness.run.record import Record
 
-# The most serious first. A law that an engine does not support in one cell, and that holds in the others, holds.
+# The most serious outcome is first. A law holds if an engine does not support it in one cell and it holds in others.
 WORST_FIRST = (*(outcome for outcome in OUTCOME_ORDER if outcome != "unsupported"), "unsupported")
 
 
@@ -34,7 +34,7 @@ class Column:
 
     @property
     def release(self) -> str:
-        """The release of the engine, and that of torch if the engine is not a part of torch."""
+        """The release of the engine, and the release of torch if the engine is not a part of torch."""
         return f"{self.version} {self.torch_note}".rstrip()
 
     @property
@@ -65,7 +65,7 @@ def sort_columns(records: Iterable[Record]) -> tuple[Column, ...]:
 
 
 def sortable_version(text: str) -> tuple[bool, Version, str]:
-    """Return a key that sorts releases from old to new; texts that are no version come first, by alphabet."""
+    """Return a key that sorts releases from old to new; texts that are not versions come first, in alphabetic order."""
     try:
         return True, Version(text), text
     except InvalidVersion:

@@ -25,8 +25,8 @@ def build_site(paths: Sequence[Path], folder: Path, user_failures: Sequence[Expe
     """Write the site of the records in ``paths`` into ``folder``, and return the exit code.
 
     ``user_failures`` are the user's own expected failures, whose reasons are shown.
-    The exit code is 0 whatever the verdicts are, and 2 if a line of the files is not a record; the site is then written
-    without it and says so. Raises UsageError if there is no record, jinja2 is missing, or the folder must not be
+    The exit code is 0 for all verdicts, and 2 if a line of the files is not a record; then the site is written without
+    that line and says so. Raises UsageError if there is no record, jinja2 is missing, or the folder must not be
     replaced.
     """
     if find_spec("jinja2") is None:
@@ -52,7 +52,7 @@ def build_site(paths: Sequence[Path], folder: Path, user_failures: Sequence[Expe
 
 
 def show_progress(verb: str, unit: str, total: int | None = None) -> tqdm[NoReturn]:
-    """Return a bar that shows on a terminal how many units were taken, once that has lasted two seconds."""
+    """Return a progress bar that counts units on a terminal; it appears only after two seconds."""
     return tqdm(
         desc=verb,
         unit=f" {unit}",
@@ -64,7 +64,7 @@ def show_progress(verb: str, unit: str, total: int | None = None) -> tqdm[NoRetu
 
 
 def count_taken(items: Iterable[Item], bar: tqdm[NoReturn]) -> Iterator[Item]:
-    """Yield ``items``, and count each on ``bar`` when the next one is asked for."""
+    """Yield ``items``, and count each item on ``bar`` when the next item is requested."""
     for item in items:
         yield item
         bar.update()

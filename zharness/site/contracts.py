@@ -1,4 +1,4 @@
-"""Group the cells that hold only under a documented remedy into contracts: what an engine documents about itself."""
+"""Group the cells that hold only under a documented remedy into contracts, by the engine's documentation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Remedy:
 
 @dataclass(frozen=True)
 class Contract:
-    """One page: the records that hold under the remedies which ``address``, a page of the engine, recommends."""
+    """One page: the records that hold under the remedies that ``address``, a page of the engine, recommends."""
 
     engine: str
     reason: str
@@ -73,7 +73,7 @@ def collect_remedies(records: Sequence[Record], user_failures: Sequence[Expected
 
 
 def find_remedy(record: Record, user_failures: Sequence[ExpectedFailure]) -> Mapping[str, Any]:
-    """Return the engine options under which a record holds, or nothing if no entry of its reason covers its cell.
+    """Return the engine options under which a record holds; empty if no entry with its reason covers its cell.
 
     Entries with the same reason and address have different remedies for different models, options and laws.
     """

@@ -18,7 +18,7 @@ from zharness.site.entries import find_entry
 from zharness.site.slugs import make_slug
 
 _ISSUE = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)#(?P<number>\d+)")
-UNREPORTED = "no report known"  # what an expected failure names in place of an issue
+UNREPORTED = "no report known"  # the text of an expected failure without an issue
 NO_REASON = (
     "the expected failure is not one of this release of zharness; `zharness site --expected-failures FILE` reads the "
     "file that excused it, which has the reason"
@@ -27,7 +27,7 @@ NO_REASON = (
 
 @dataclass(frozen=True)
 class FindingKey:
-    """What makes records the same finding: the issue, or the engine and the reason of what nobody has reported."""
+    """The key of a finding, by which records are grouped: the issue or, without a report, the engine and the reason."""
 
     upstream: str
     engine: str = ""
@@ -60,7 +60,7 @@ class Finding:
 
     @property
     def example(self) -> Record:
-        """A record of the newest release, if possible not of a checkout, which others do not have."""
+        """A record of the newest release, if possible not of a checkout, which other users do not have."""
         candidates = [record for record in self.records if not is_checkout(record.cell.engine)] or self.records
         newest = sort_columns(candidates)[-1]
         return next(record for record in candidates if find_column(record) == newest)
@@ -72,7 +72,7 @@ class Finding:
 
 
 def find_address(upstream: str) -> str:
-    """Return the web address of an issue written as ``owner/name#1``, or of one given by its address; else ''."""
+    """Return the web address of an issue, which is written as ``owner/name#1`` or as an address; else return ''."""
     issue = _ISSUE.search(upstream)
     if issue is not None:
         return f"https://github.com/{issue['repository']}/issues/{issue['number']}"
@@ -80,7 +80,7 @@ def find_address(upstream: str) -> str:
 
 
 def find_reason(record: Record, user_failures: Sequence[ExpectedFailure] = ()) -> str:
-    """Return the reason that the user's files or this zharness give for an expected failure, or an empty string."""
+    """Return the reason that the user's files or this package give for an expected failure, or an empty string."""
 
     def explains(entry: ExpectedFailure) -> bool:
         """Return whether ``entry`` expects the issue, the verdict and the error of the record."""
@@ -102,7 +102,7 @@ def find_key(record: Record, reason: str) -> FindingKey:
 
 
 def collect_findings(records: Iterable[Record], user_failures: Sequence[ExpectedFailure] = ()) -> tuple[Finding, ...]:
-    """Return a finding for each cause that the records name, reported ones first."""
+    """Return a finding for each cause that the records name, findings with a report first."""
     excused = [record for record in records if record.expected_failure and record.verdict.is_broken]
     reasons = {id(record): find_reason(record, user_failures) for record in excused}
     catalogue = load_repros()
@@ -127,7 +127,7 @@ def load_repros() -> tuple[Repro, ...]:
 
 
 def shows_finding(repro: Repro, key: FindingKey, records: Sequence[Record]) -> bool:
-    """Return whether a reproduction shows a finding: of the same issue or, without one, the same law and error."""
+    """Return whether a reproduction shows a finding: same issue or, without an issue, same law and error."""
     if not key.engine:
         address = find_address(key.upstream)
         return bool(address) and strip_kind(repro.reported) == strip_kind(address)
@@ -140,5 +140,5 @@ def shows_finding(repro: Repro, key: FindingKey, records: Sequence[Record]) -> b
 
 
 def strip_kind(address: str) -> str:
-    """Return the address of an issue or pull request without the word that says which of them it is."""
+    """Return the address of an issue or pull request without the word ``issues`` or ``pull``."""
     return re.sub(r"/(issues|pull)/(\d+).*", r"/\2", address)

@@ -12,7 +12,7 @@ from pathlib import Path
 from zharness.errors import UsageError
 from zharness.run.files import unwritable_error
 
-MARKER = "zharness-site.json"  # lists the files of the site, so that a later run replaces these alone
+MARKER = "zharness-site.json"  # lists the files of the site, so that a later run replaces only these files
 REMEDY = "name another folder, or move what you want to keep"
 
 
@@ -53,7 +53,7 @@ def list_files(folder: Path) -> Iterator[str]:
 def replace_folder(folder: Path) -> Iterator[Path]:
     """Yield an empty folder beside ``folder`` that takes its place when the block ends without an exception.
 
-    The old folder is removed after the swap, so a reader finds a whole site at every moment but between two renames.
+    The old folder is removed after the swap, so a reader always finds a complete site, except between two renames.
     Raises UsageError if the folder cannot be written or must not be replaced.
     """
     target = folder.resolve()
@@ -74,7 +74,7 @@ def replace_folder(folder: Path) -> Iterator[Path]:
 
 
 def swap_folders(target: Path, new: Path, old: Path) -> None:
-    """Rename ``new`` to ``target``, and remove what was at ``target``. If that fails, ``target`` is as before."""
+    """Rename ``new`` to ``target``, and remove the old ``target``. If a rename fails, restore the old ``target``."""
     if not target.exists():
         os.replace(new, target)
         return

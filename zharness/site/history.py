@@ -20,7 +20,7 @@ class CellHistory:
     """One cell over the releases of its engine.
 
     ``name`` is the cell's id without its law and the engine's release. ``records`` has the worst record of the cell on
-    each of the releases, or None where it was not run. ``events`` are sentences.
+    each release, or None for a release on which the cell was not run. ``events`` are sentences.
     """
 
     name: str
@@ -35,7 +35,7 @@ class CellHistory:
 
 @dataclass(frozen=True)
 class SharedCause:
-    """Cells whose newest failure has the same outcome and, but for numbers, the same cause; ``record`` is the first."""
+    """Cells whose newest failure has the same outcome and, apart from numbers, the same cause; ``record`` is one."""
 
     record: Record
     cells: tuple[CellHistory, ...]
@@ -43,7 +43,7 @@ class SharedCause:
 
 @dataclass(frozen=True)
 class EngineHistory:
-    """The cells of one law on one engine; the quiet ones hold, or are not supported, on every release."""
+    """The cells of one law on one engine; quiet cells hold, or are not supported, on every release."""
 
     engine: str
     columns: tuple[Column, ...]
@@ -85,9 +85,9 @@ def follow_cell(records: Sequence[Record], columns: Sequence[Column]) -> CellHis
 
 
 def describe_events(records: Sequence[Record | None], columns: Sequence[Column]) -> Iterator[str]:
-    """Say on which release a cell broke and on which it was mended, or that it is broken in all.
+    """Yield sentences on the releases on which a cell broke or was mended, or a sentence that it is broken in all.
 
-    Releases without a verdict are passed over, so each sentence names the last release before the change that has one.
+    Releases without a verdict are skipped, so each sentence names the last release with a verdict before the change.
     """
     before: tuple[LawStatus, str] | None = None
     changes, releases = 0, 0
@@ -105,16 +105,16 @@ def describe_events(records: Sequence[Record | None], columns: Sequence[Column])
 
 
 def name_releases(columns: Sequence[Column]) -> list[str]:
-    """Name the releases of one engine: with the release of torch only where a version was run with several."""
+    """Name the releases of one engine; add the release of torch if a version was run with several releases of torch."""
     versions = [column.version for column in columns]
     return [column.version if versions.count(column.version) == 1 else column.release for column in columns]
 
 
 def describe_command(record: Record) -> str:
-    """Return the command that shows the record again, with the release that the record is about.
+    """Return the command that runs the cell of the record again, on the release that the record is about.
 
-    Without a release, the command would run the installed one. A factory and the reference have none. Of the path of a
-    checkout only the folder is left, because the path is one of the machine that ran the cell.
+    Without a release, the command would run the installed release. A factory and the reference have no release. Of the
+    path of a checkout, only the last folder is kept, because the path belongs to the machine that ran the cell.
     """
     cell = record.cell
     if is_checkout(cell.engine):

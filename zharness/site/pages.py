@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 MISSING_JINJA_MESSAGE = 'the site needs jinja2, which is not installed; install it with: pip install "zharness[report]"'
 
-WIDEST_WITH_WORDS = 8  # columns; the squares of a wider table show signs, and their words to those who cannot see them
+WIDEST_WITH_WORDS = 8  # columns; the squares of a wider table show signs, with words for screen readers
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Site:
         )
 
     def _render_contract(self, contract: Contract) -> SiteFile:
-        """Render the page of one contract: what the engine documents, its remedy, and the cells that need it."""
+        """Render the page of one contract: the engine's documentation, its remedy, and the cells that need it."""
         return self._render_page(
             f"contracts/{contract.slug}.html",
             "contract.html",
@@ -170,7 +170,7 @@ class Site:
 
 
 def make_environment() -> Environment:
-    """Return jinja2's environment for the templates, which escapes. Raises UsageError if jinja2 is missing."""
+    """Return jinja2's environment for the templates, with escaping. Raises UsageError if jinja2 is missing."""
     try:
         from jinja2 import Environment, FunctionLoader, StrictUndefined
     except ImportError:
@@ -185,7 +185,7 @@ def make_environment() -> Environment:
 
 
 def name_badges(columns: Sequence[Column]) -> Mapping[Column, str]:
-    """Return the path of each column's badge; a number follows a name that an earlier column has."""
+    """Return the path of each column's badge; a number is appended to a name that an earlier column has."""
     paths: dict[Column, str] = {}
     for column in columns:
         stem = slugify("-".join(column.title.split()))

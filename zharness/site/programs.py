@@ -1,4 +1,4 @@
-"""Read the program of a law: the source of what it runs on every rank."""
+"""Read the program of a law: the source of the functions that it runs on every rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def read_program(law: Law) -> str:
 
 
 def find_functions(value: Any) -> Iterator[Callable[..., Any]]:
-    """Yield the functions that a variable of an observer is or has: those of a scenario, or of a mapping of them."""
+    """Yield the functions in a variable of an observer: itself, or those of a scenario or of a mapping of scenarios."""
     if isinstance(value, Mapping):
         for each in value.values():
             yield from find_functions(each)

@@ -1,4 +1,4 @@
-"""Make the names of files of texts."""
+"""Make names of files from texts."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ def slugify(text: str) -> str:
 
 
 def make_slug(name: str, *parts: str) -> str:
-    """Return ``name`` for the name of a file, with a digest of ``parts``, which tells pages of one name apart."""
+    """Return ``name`` for the name of a file, with a digest of ``parts``, which distinguishes pages of one name."""
     digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:8]
     return f"{slugify(name)}-{digest}"

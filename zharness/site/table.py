@@ -16,9 +16,9 @@ class Square:
     """The outcomes of one law, or of one group of laws, on one engine release.
 
     ``outcome`` is the most serious outcome, or empty if no cell was run. ``counts`` has the number of cells of each
-    outcome. ``status`` says whether the law is broken in any cell; an expected failure is broken, too.
-    ``fails_here_only`` says that the law is broken here, holds on another engine, and is broken in no release of
-    another engine.
+    outcome. ``status`` says whether the law is broken in any cell; an expected failure also counts as broken.
+    ``fails_here_only`` says that the law is broken on this engine, holds on another engine, and is broken in no release
+    of another engine.
     """
 
     outcome: str
@@ -47,7 +47,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Tally:
-    """How many laws hold on one engine release, and how many are broken in at least one cell."""
+    """The number of laws that hold on one engine release, and of laws that are broken in at least one cell."""
 
     column: Column
     holding: int
@@ -99,7 +99,7 @@ def summarize(records: Sequence[Record], here_only: bool) -> Square:
 
 
 def conclude_status(records: Iterable[Record]) -> LawStatus:
-    """Return BROKEN if the law is broken in any record, else HOLDS if it holds in any, else UNKNOWN."""
+    """Return BROKEN if the law is broken in any record, else HOLDS if it holds in any record, else UNKNOWN."""
     statuses = set(map(law_status, records))
     return next(
         (status for status in (LawStatus.BROKEN, LawStatus.HOLDS) if status in statuses),

@@ -41,7 +41,7 @@ class CurrentRank:
         self.scratch_dir = scratch_dir
 
 
-_current_ranks: list[CurrentRank] = []  # at most one: a process is one rank
+_current_ranks: list[CurrentRank] = []  # at most one element, because a process is at most one rank
 
 
 def set_current_rank(current: CurrentRank) -> None:

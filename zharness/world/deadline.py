@@ -31,7 +31,7 @@ class Deadline:
     def remaining_seconds(self) -> float | None:
         """Return the number of seconds until the ranks have to be checked.
 
-        None while a rank is in a debugger, and for a task without a limit.
+        Returns None while a rank is in a debugger, and for a task without a time limit.
         """
         next_at = min(self._ends_at, self._next_check)
         return None if self._held_ranks or math.isinf(next_at) else max(0.0, next_at - time.monotonic())

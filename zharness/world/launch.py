@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from zharness.errors import UsageError
 
-# Children of a rank inherit torchrun's variables but are not that rank: this variable names the process that is.
+# Children of a rank inherit torchrun's variables but are not that rank: this variable has the process id of the rank.
 _OWNER_VARIABLE = "ZHARNESS_ATTACHED"
 _NUMERIC_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 

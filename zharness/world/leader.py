@@ -86,7 +86,7 @@ class Leader(LaunchedRank, RankServer):
         self._current_assignment: Assignment | None = None
         self._is_guarding = True
         self._is_closed = False  # closed, or writing the final report
-        # Its holder may write the report: the main thread, except while it runs a task.
+        # The thread that holds this lock may write the report. The main thread holds it, except while it runs a task.
         self._report_lock = threading.Lock()
         self._report_lock.acquire()
         self._clock_offsets: dict[int, int] = {}
@@ -135,7 +135,7 @@ class Leader(LaunchedRank, RankServer):
         group = task.group if reuses_group or task.group is Group.NONE else Group.DEFAULT
         if not reuses_group:
             self.destroy_group()
-        if self._guard_thread.ident is None:  # not earlier: rank servers are forked from this process until then
+        if self._guard_thread.ident is None:  # start it as late as here: rank servers are forked before the first task
             self._start_guard()
         self._serial += 1
         assignment = Assignment(self._serial, replace(task, group=group), self.task_title or "the task")

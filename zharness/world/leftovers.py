@@ -81,7 +81,7 @@ def read_command_line(pid: str) -> str:
         command_line = process.joinpath("cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
     except OSError:
         return ""
-    # A zombie has no command line, but neither has a process just after its exec; so the state decides.
+    # A zombie has no command line, but a process just after its exec has none either; so the state decides.
     return "" if rest.split()[0] in ("Z", "X") else command_line or name
 
 

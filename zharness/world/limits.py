@@ -42,10 +42,10 @@ def free_memory() -> int:
 def keep_freed_memory() -> None:
     """Make glibc's malloc reuse freed memory in this process, instead of asking the system for new pages each time.
 
-    By default an allocation above 128 KiB to 32 MiB is a mapping of its own, whose pages the system fills with zeros
-    again and again: a copy of a model with 10 M parameters then takes 28 ms instead of 10 ms.
+    By default, malloc maps new pages for each allocation above a threshold of 128 KiB to 32 MiB, and the system fills
+    the pages with zeros each time: a copy of a model with 10 M parameters then takes 28 ms instead of 10 ms.
     """
-    with suppress(AttributeError, OSError):  # another C library has no mallopt, and maps as before
+    with suppress(AttributeError, OSError):  # another C library has no mallopt, and maps pages as before
         library = ctypes.CDLL(None)
         library.mallopt(M_MMAP_THRESHOLD, HEAP_ALLOCATION_BYTES)
         library.mallopt(M_TRIM_THRESHOLD, KEPT_HEAP_BYTES)
@@ -63,8 +63,8 @@ def cgroup_memory_left(root: Path = CGROUP_ROOT, membership: Path = CGROUP_MEMBE
     """Return the memory in bytes that the cgroups of this process still allow, or None without a limit.
 
     ``root`` is the folder of the mounted cgroups (version 1 or 2). The file ``membership`` names the cgroup of this
-    process, whose limit and those of all cgroups above it apply. Cached files count as free memory, because the kernel
-    can reclaim them.
+    process. The limits of this cgroup and of all cgroups above it apply. Cached files count as free memory, because the
+    kernel can reclaim them.
     """
     folders = {folder for line in read_lines(membership) for folder in list_cgroup_folders(root, line)}
     left = [memory_left_in(folder) for folder in folders | {root, root / "memory"}]
@@ -72,12 +72,12 @@ def cgroup_memory_left(root: Path = CGROUP_ROOT, membership: Path = CGROUP_MEMBE
 
 
 def read_lines(path: Path) -> list[str]:
-    """Return the lines of a text file, or none if the file does not exist."""
+    """Return the lines of a text file, or an empty list if the file does not exist."""
     return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
 
 
 def list_cgroup_folders(root: Path, line: str) -> list[Path]:
-    """Return the folders of the cgroup in ``line`` of /proc/self/cgroup and of those above it, for memory alone.
+    """Return the folders of the memory cgroup in ``line`` of /proc/self/cgroup and of the cgroups above it.
 
     A line is ``number:controllers:path``; version 2 has no controllers.
     """
@@ -118,7 +118,7 @@ def process_memory_left() -> int | None:
 
 @contextmanager
 def limit_process_memory(more_bytes: int) -> Iterator[None]:
-    """Let this process allocate at most ``more_bytes`` more inside the block; torch raises RuntimeError beyond that."""
+    """In the block, let this process allocate at most ``more_bytes`` more; beyond that, torch raises RuntimeError."""
     pages = Path("/proc/self/statm")
     if not pages.exists():
         yield

@@ -9,7 +9,7 @@ from enum import Enum
 class RankStatus(Enum):
     """The state that a rank reports in a note: the rank continues, has failed, or has skipped the rest of the task.
 
-    The last three states are those of a rank that waits in an exchange because it has ended a part of the task, such as
+    A rank has one of the last three states if it waits in an exchange because it has ended a part of the task, such as
     a Hypothesis example, earlier than other ranks: by a failure, by another exception such as a skip, or by returning.
     """
 

@@ -53,4 +53,4 @@ def kill_process_group(leader_pid: int) -> None:
         while True:
             os.waitpid(-leader_pid, 0)
     except (ProcessLookupError, PermissionError, ChildProcessError):
-        return  # no process is left, or none that is a child of this one
+        return  # no process is left, or no child of this process is left

@@ -1,4 +1,4 @@
-"""Describe how each rank of a group ended, and determine which rank's failure caused the failures of the others."""
+"""Describe how each rank of a group ended, and determine which rank's failure caused those of the other ranks."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ class RankOutcome:
     before its end. ``leftovers`` describes the threads and processes that the rank started and did not end.
     ``imported_modules`` are the modules of torch that the rank imported during this task. ``cpu_seconds`` is the CPU
     time that the task took on the rank, if it returned, and ``gpu_memory`` the peaks of its GPU memory, if it used one.
-    ``collective_counts`` are the numbers of collectives that a task that raised has started, by name and ranks of each
-    process group; they are counted only for POOLED_AFTER_ERRORS.
+    If the task raised, ``collective_counts`` maps the name and the ranks of each process group to the number of
+    collectives that the rank started on it; they are counted only for POOLED_AFTER_ERRORS.
     """
 
     rank: int
@@ -127,7 +127,7 @@ class GroupOutcome:
     def failures(self) -> tuple[RankOutcome, ...]:
         """Return the outcomes of the ranks whose function did not return, sorted so that the cause comes first.
 
-        If several ranks hang, a rank that is not in a collective comes first, because the others are waiting for it.
+        If several ranks hang, a rank outside of a collective comes first, because the other ranks are waiting for it.
         """
         failed = [outcome for outcome in self.ranks if outcome.end is not RankEnd.RETURNED]
         return tuple(sorted(failed, key=lambda outcome: (outcome.precedence, bool(outcome.site), outcome.at_ns)))

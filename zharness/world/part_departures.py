@@ -11,9 +11,9 @@ from zharness.world.progress import processor_seconds
 from zharness.world.stacks import StackFrame, find_waiting_collective, is_building
 
 CHECK_SECONDS = 0.25  # interval between two checks of the ranks that have not ended the part
-MAX_IDLE_CPU_SECONDS = 0.05  # processor time between two checks, all ranks together, that waiting ranks do not exceed
-# The checks in a row that find the same standstill. After a return the verdict depends on them, so there are more;
-# a failure decides the part by itself.
+MAX_IDLE_CPU_SECONDS = 0.05  # processor time of all ranks together between two checks, below which all ranks wait
+# The number of checks in a row that must find the same standstill. After a return, the verdict depends on this number,
+# so it is larger; after a failure, the part has failed in any case.
 STILL_CHECKS, STILL_CHECKS_AFTER_RETURN = 1, 8
 
 
@@ -28,7 +28,7 @@ class PartDepartures:
         self._still_checks = 0
 
     def __bool__(self) -> bool:
-        """Return whether any rank waits for others to end the part."""
+        """Return whether any rank waits for other ranks to end the part."""
         return bool(self._statuses)
 
     def add(self, rank: int, status: RankStatus) -> None:
@@ -39,21 +39,21 @@ class PartDepartures:
         self._last_sites = {}
 
     def remove(self, rank: int) -> None:
-        """Forget the departure of ``rank``, if it has one, because the rank goes on."""
+        """Remove the departure of ``rank``, if it has one, because the rank continues its task."""
         self._statuses.pop(rank, None)
         self._last_sites = {}
 
     def clear(self) -> None:
-        """Forget all departures, because every rank has ended the part."""
+        """Remove all departures, because every rank has ended the part."""
         self._statuses, self._last_sites = {}, {}
 
     def block_others(self, frames: Mapping[int, tuple[StackFrame, ...]], processes: Collection[int]) -> bool:
         """Return whether the ranks that have not ended the part will never end it; ``frames`` are their stacks.
 
         They are blocked if all of them wait in the same collectives as at the last check, and ``processes``, those of
-        all running ranks, have used no CPU time since then; if no rank has ended the part by an exception, as at the
-        last eight checks. After a failure, the part fails whatever the others do. So they are also blocked if they have
-        not ended it within the grace period of a failed task and do not build an operator.
+        all running ranks, have used almost no CPU time since then. If no rank has ended the part by an exception, this
+        must hold at eight checks in a row. After a failure, the part fails in any case. So the other ranks are also
+        blocked if they have not ended the part within the grace period of a failed task and do not build an operator.
         """
         if not frames or not self._statuses:
             return False

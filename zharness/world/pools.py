@@ -83,7 +83,7 @@ class RankPools:
                 self._close_team(team)
 
     def _fork_team(self, task: RankTask) -> RankTeam:
-        """Fork a team that runs ``task`` first, from a process that has imported what earlier ranks imported."""
+        """Fork a team that runs ``task`` first, after importing the modules that earlier ranks imported."""
         self._import_rank_modules()
         return RankTeam(task, self._inherited_function, self.scratch_dir, self._echo)
 
@@ -95,7 +95,7 @@ class RankPools:
         """
         names, self._modules_to_import = self._modules_to_import, ()
         for name in names:
-            # A rank may have created a module itself, or changed sys.path first: then only ranks can import it.
+            # A rank may have created a module itself or changed sys.path first: only ranks can import such modules.
             with suppress(Exception, SystemExit):
                 importlib.import_module(name)
         if names:
@@ -114,7 +114,7 @@ class RankPools:
             self._close_team(team)
 
     def _close_team(self, team: RankTeam) -> None:
-        """End a team, and kill the processes that its ranks left running, which then are children of this process."""
+        """End a team, and kill the processes that its ranks left running; this process has become their parent."""
         team.close()
         kill_orphans({member.process.pid for other in self._teams.values() for member in other.members})
 
@@ -126,10 +126,11 @@ class RankPools:
 
 
 def can_reuse_ranks(outcome: GroupOutcome, isolation: Isolation) -> bool:
-    """Return whether the ranks of a finished task can run another one.
+    """Return whether the ranks of a finished task can run another task.
 
-    Ranks that raised can, for POOLED_AFTER_ERRORS, if all called the same lines, also those of torch, and equally many
-    collectives: a loop may have run for different times. Ranks that were killed have no lines.
+    Ranks that raised can run another task for POOLED_AFTER_ERRORS if all tracebacks have the same lines, those of torch
+    included, and if all ranks started the same number of collectives, because a loop may have run a different number
+    of times on each rank. Ranks that were killed have no traceback.
     """
     if all(rank.end is RankEnd.RETURNED for rank in outcome.ranks):
         return True
@@ -140,7 +141,7 @@ def can_reuse_ranks(outcome: GroupOutcome, isolation: Isolation) -> bool:
 
 
 def have_equal_counts(ranks: Sequence[RankOutcome]) -> bool:
-    """Return whether all ranks of each process group have started equally many collectives on it."""
+    """Return whether all ranks of each process group have started the same number of collectives on it."""
     return all(
         ranks[member].collective_counts.get(group) == count
         for rank in ranks

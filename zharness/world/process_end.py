@@ -14,7 +14,7 @@ PROCESS_GONE_CAUSE = "its process has ended, and only torchrun has its exit stat
 def read_process_end(pid: int) -> tuple[RankEnd, str] | None:
     """Return how a process ended, by a signal or with an exit status, as /proc reports it. Linux only.
 
-    Returns None if the parent has already reaped the process, after which /proc has no entry for it.
+    Returns None if the parent has already reaped the process, because /proc then has no entry for it.
     """
     try:
         status = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[-1])

@@ -96,7 +96,7 @@ class ServerChannel:
     def send(self, message: object) -> None:
         """Send a message to the server. If this process is a forked child of the rank, end the process instead."""
         if os.getpid() != self._pid:
-            # A child that a test forked and let return would report in its parent's name.
+            # A child that a test forked and that returned from the test would report as if it were its parent.
             os.write(2, b"a forked child of a rank returned from the test; it was ended\n")
             os._exit(70)
         with self._lock:
@@ -185,7 +185,7 @@ def run_rank(
         stacks = get_stack_path(slot.scratch_dir, slot.rank).open("a")
     except FileNotFoundError:
         os._exit(1)  # the server was closed, and removed the scratch directory, while this rank was being forked
-    # A duplicate, so that a fatal error is still reported if a test redirects descriptor 2.
+    # Use a duplicate, so that a fatal error is still reported if a test redirects descriptor 2.
     faulthandler.enable(file=os.dup(pipes.err))
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     set_launcher_variables(slot)
@@ -266,8 +266,9 @@ def run_task(task: RankTask, slot: RankSlot, inherited_function: Callable[..., A
 def find_new_torch_modules(modules_before: int) -> tuple[str, ...]:
     """Return the names of the modules of torch that were imported after the first ``modules_before`` modules.
 
-    The list is incomplete if the task removed modules; then later ranks import the rest themselves. Most tasks import
-    nothing, so that comparing the names of all modules would be a large part of a short task.
+    The list is incomplete if the task removed modules; then later ranks import the missing modules themselves. The
+    names of all modules are not compared, because this would take a large part of the time of a short task, and most
+    tasks import nothing.
     """
     return tuple(name for name in list(sys.modules)[modules_before:] if name.startswith("torch."))
 

@@ -88,8 +88,8 @@ class RankServer:
         self._process: ForkProcess = context.Process(target=run_server, args=arguments, name="zharness rank server")
         try:
             with warnings.catch_warnings():
-                # Since 3.12 Python warns about a fork with other threads. A worker of xdist has one: it waits for its
-                # controller and holds no lock that the server needs.
+                # Since 3.12 Python warns about a fork in a process with other threads. A worker of xdist has another
+                # thread, which waits for its controller and holds no lock that the server needs.
                 warnings.filterwarnings("ignore", message=".*multi-threaded", category=DeprecationWarning)
                 self._process.start()
         except OSError:
@@ -231,7 +231,7 @@ def run_server(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: exit_server(scratch_dir))
     adopt_orphans()
-    # pytest may have replaced the streams of the parent by its own objects; ranks have their own pipes anyway.
+    # pytest may have replaced the streams of the parent by its own objects; ranks have their own pipes in any case.
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
     if rank_environment.echo and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # ranks may print characters that the encoding lacks
@@ -279,7 +279,7 @@ def prepare_process(rank_environment: RankEnvironment) -> str:
     # Python reads this variable only at its start; without it, imports would write bytecode into a checkout.
     sys.dont_write_bytecode |= "PYTHONDONTWRITEBYTECODE" in rank_environment.environment
     module, _, function = rank_environment.warm_up.partition(":")
-    # Imports make almost no garbage, and collections in between took a fifth of their CPU time.
+    # Imports make almost no garbage, and garbage collections during imports took a fifth of their CPU time.
     gc.disable()
     try:
         imported = importlib.import_module(module) if module else None
@@ -294,7 +294,7 @@ def prepare_process(rank_environment: RankEnvironment) -> str:
 
 
 def describe_lost_cuda() -> str:
-    """Return an error message if ranks use GPUs and no process that this one forks can, else empty text."""
+    """Return an error message if ranks use GPUs and processes forked from this process cannot, else empty text."""
     if not (is_gpu_requested() and is_cuda_lost_by_fork()):
         return ""
     return (

@@ -1,4 +1,4 @@
-"""Make processes write their stacks by SIGUSR1, and wait until the stacks are whole."""
+"""Make processes write their stacks by sending SIGUSR1, and wait until the stacks are complete."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-STACK_DUMP_SECONDS = 0.5  # time for a process to write its stacks, if the kernel does not say how far it is
-BUSY_DUMP_SECONDS = 10.0  # time for a process that has yet to write: a busy machine may not run it for seconds
+STACK_DUMP_SECONDS = 0.5  # time for a process to write its stacks, if the kernel does not show whether it is writing
+BUSY_DUMP_SECONDS = 10.0  # time for a process that is still writing: a busy machine may not run it for seconds
 _READ_INTERVAL_SECONDS = 0.02
 _SIGNAL_BIT = 1 << (signal.SIGUSR1 - 1)
 
@@ -19,9 +19,9 @@ _SIGNAL_BIT = 1 << (signal.SIGUSR1 - 1)
 class StackRequest:
     """A request to a process to write its stacks.
 
-    ``was_blocked`` says whether the main thread blocked SIGUSR1 when the request was sent; then the kernel does not say
-    when the stacks are whole. Nor does it say so if another thread takes the signal, as it may while the main thread
-    handles an earlier one.
+    ``was_blocked`` says whether the main thread blocked SIGUSR1 when the request was sent; then the kernel does not
+    show when the stacks are complete. The kernel does not show it either if another thread takes the signal, which may
+    happen while the main thread handles an earlier signal.
     """
 
     pid: int
@@ -30,7 +30,7 @@ class StackRequest:
 
 @dataclass(frozen=True)
 class SignalState:
-    """What the kernel says about SIGUSR1 in the main thread of a process, from /proc."""
+    """The state of SIGUSR1 in the main thread of a process, as /proc shows it."""
 
     is_pending: bool
     is_blocked: bool
@@ -44,7 +44,7 @@ def request_stacks(pid: int) -> StackRequest:
 
 
 def is_writing_stacks(request: StackRequest) -> bool:
-    """Return whether the process has yet to handle SIGUSR1 or is handling it, as far as the kernel says.
+    """Return whether the kernel shows that the process has not handled SIGUSR1 yet or is handling it.
 
     The kernel blocks a signal while its handler runs, so a signal that is neither pending nor blocked has been handled.
     """
@@ -70,14 +70,14 @@ def wait_for_stacks(
     read_stacks: Callable[[], Mapping[int, str]],
     pause: Callable[[float], None],
 ) -> dict[int, str]:
-    """Return the stacks that the processes have written, by rank, as soon as they are whole.
+    """Return the stacks that the processes have written, by rank, as soon as the stacks are complete.
 
-    ``read_stacks`` reads what has been written so far, by rank; ``pause`` waits for a number of seconds.
+    ``read_stacks`` reads the stacks that have been written so far, by rank; ``pause`` waits for a number of seconds.
     """
     started_at, stacks = time.monotonic(), dict[int, str]()
     while True:
         pause(_READ_INTERVAL_SECONDS)
-        is_writing = any(map(is_writing_stacks, requests))  # before the read, so that the text read is whole
+        is_writing = any(map(is_writing_stacks, requests))  # ask before reading, so that the text read is complete
         current, seconds = dict(read_stacks()), time.monotonic() - started_at
         is_whole = not is_writing and all(current.values()) and current == stacks
         if is_whole or seconds > (BUSY_DUMP_SECONDS if is_writing else STACK_DUMP_SECONDS):

@@ -16,7 +16,7 @@ _COMM_FILE = "/zharness/comm.py"
 RANK_FILE = "/zharness/world/rank.py"
 _CHANNEL_METHODS = ("receive", "send", "exchange", "note", "announce")  # of that file: the test is their caller
 _EXCHANGE_FRAME = " in exchange_as\n"  # of zharness/world/current_rank.py
-# Code that compiles an engine's operators or imports a module: a rank in it is not hung yet.
+# Code that compiles an engine's operators or imports a module: a rank that runs this code is not hung yet.
 _BUILD_PATHS = ("/torch/utils/cpp_extension.py", "/op_builder/", "<frozen importlib._bootstrap>")
 
 
@@ -35,7 +35,7 @@ class StackFrame:
 
 
 def parse_frames(text: str) -> tuple[StackFrame, ...]:
-    """Return all frames of a dump, of every thread and of the harness too."""
+    """Return all frames of a dump, of every thread, including frames of the harness."""
     return tuple(StackFrame(match["file"], int(match["line"]), match["name"]) for match in _FRAME.finditer(text))
 
 
@@ -71,7 +71,7 @@ def find_waiting_collective(frames: tuple[StackFrame, ...]) -> str:
 
 
 def find_waiting_site(text: str) -> str:
-    """Return the collective in which a rank waits, or that it waits in an exchange of values; empty if in neither."""
+    """Return the collective or the exchange of values in which a rank waits, as text; empty if it waits in neither."""
     frames = parse_main_thread(text)
     collective = find_waiting_collective(frames)
     if collective or _EXCHANGE_FRAME not in text[max(text.find("Current thread "), 0) :]:

@@ -1,7 +1,7 @@
 """Define the backend ``staged``: collectives of ranks that share a GPU, exchanged by gloo between host copies.
 
 NCCL refuses two ranks on one GPU. This backend takes tensors of GPUs and of the CPU in every collective of
-torch.distributed, and orders streams as NCCL does (``staged_work.py``). On the CPU it is the same code without streams.
+torch.distributed, and orders streams as NCCL does (``staged_work.py``). On the CPU the same code runs without streams.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ def register_staged_backend(poison: Poison) -> None:
     dist.Backend.register_backend(BACKEND, create, devices=["cpu", "cuda"])
 
 
-# torch types the methods of its groups by overloads for convenience, which nothing calls on a Python group.
+# torch's stubs declare overloads of the methods of process groups, but torch never calls these on a group in Python.
 ProcessGroupBase: Any = dist.ProcessGroup
 
 
 class StagedGroup(ProcessGroupBase):  # type: ignore[misc]
-    """A process group that copies tensors to the host, exchanges them by gloo, and delivers them at a wait."""
+    """A process group that copies tensors to the host, exchanges them by gloo, and delivers the results at a wait."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: datetime.timedelta, poison: Poison) -> None:
         super().__init__(rank, size)
@@ -72,7 +72,7 @@ class StagedGroup(ProcessGroupBase):  # type: ignore[misc]
         return BACKEND
 
     def _get_sequence_number_for_group(self) -> int:
-        """Return how many collectives, sends and receives were issued."""
+        """Return the number of collectives, sends and receives that were issued."""
         return self._request_count
 
     def setGroupName(self, name: str) -> None:  # noqa: N802 - torch's name
@@ -84,20 +84,20 @@ class StagedGroup(ProcessGroupBase):  # type: ignore[misc]
         return self._name
 
     def setGroupDesc(self, description: str) -> None:  # noqa: N802 - torch's name
-        """Store what the group is for."""
+        """Store the description of the group."""
         self._description = description
 
     def getGroupDesc(self) -> str:  # noqa: N802 - torch's name
-        """Return what the group is for."""
+        """Return the description of the group."""
         return self._description
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """Return the devices whose tensors the group takes; that of ranks is the first."""
+        """Return the devices whose tensors the group takes; the device of the ranks comes first."""
         return [torch.device(name) for name in (("cuda", "cpu") if is_gpu_requested() else ("cpu", "cuda"))]
 
     def shutdown(self) -> None:
-        """End the threads of the group; exchanges that hang are left after ``SHUTDOWN_SECONDS``."""
+        """End the threads of the group; do not wait longer than ``SHUTDOWN_SECONDS`` for exchanges that hang."""
         self._stop(SHUTDOWN_SECONDS)
 
     def abort(self) -> None:
@@ -113,7 +113,8 @@ class StagedGroup(ProcessGroupBase):  # type: ignore[misc]
     def _transfer(self, request: Request) -> StagedWork:
         """Issue a send or a receive, and return its handle.
 
-        Two ranks may both send before they receive, and before a collective that was issued earlier ends.
+        Sends and receives have a thread of their own, because two ranks may both send before they receive, and before a
+        collective that was issued earlier ends.
         """
         if self._transfers is None:
             self._transfers = Executor(f"{BACKEND} transfers {self.rank()}", finish_in_thread)
@@ -129,7 +130,8 @@ class StagedGroup(ProcessGroupBase):  # type: ignore[misc]
     def _make_work(self, request: Request) -> StagedWork:
         """Return the handle of a request for the plain tensors inside of torch.func's wrappers.
 
-        ``start`` runs in another thread, where a wrapper cannot be read: it is not given one, and must not keep one.
+        ``start`` runs in another thread, where wrappers cannot be read. So it gets only plain tensors, and the closure
+        of ``start`` must not contain a wrapper.
         """
         self._request_count += 1
         inputs, outputs = ([unwrap_functorch(each) for each in some] for some in (request.inputs, request.outputs))
@@ -152,7 +154,7 @@ class StagedGroup(ProcessGroupBase):  # type: ignore[misc]
         return self._reduce_in_place("all_reduce_coalesced", tensors, read_op(opts))
 
     def reduce(self, tensors: Sequence[Tensor], opts: Any) -> StagedWork:
-        """Reduce each of ``tensors`` in place on the root; other ranks keep theirs."""
+        """Reduce each of ``tensors`` in place on the root; the tensors of other ranks do not change."""
         outputs = tensors if opts.rootRank == self.rank() else []
         op, dtypes = read_op(opts), [tensor.dtype for tensor in tensors]
 
@@ -163,11 +165,11 @@ class StagedGroup(ProcessGroupBase):  # type: ignore[misc]
         return self._submit(Request("reduce", tensors, outputs, start))
 
     def _gather_all(self, name: str, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor]) -> StagedWork:
-        """Issue one all-gather for each of ``inputs``; ``outputs`` has each one's list of tensors, one a rank."""
+        """Issue one all-gather for each of ``inputs``; its item of ``outputs`` is a list with one tensor per rank."""
         sizes = [[output.nbytes for output in row] for row in outputs]
 
         def start(host: Sequence[Tensor]) -> Exchange:
-            # gloo gathers tensors of one size.
+            # gloo gathers only tensors of equal size.
             padded = [pad(flat, max(row)) for flat, row in zip(host, sizes, strict=True)]
             parts = [[torch.empty_like(flat) for _ in row] for flat, row in zip(padded, sizes, strict=True)]
             works = [
@@ -192,7 +194,7 @@ class StagedGroup(ProcessGroupBase):  # type: ignore[misc]
         return self._gather_all("all_gather_coalesced", list(zip(*outputs, strict=True)), inputs)
 
     def _gather_joined(self, name: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> StagedWork:
-        """Issue one all-gather for each of ``inputs``, whose output is one tensor of the rows of all ranks."""
+        """Issue one all-gather for each of ``inputs``; its output is one tensor with the rows of all ranks."""
 
         def start(host: Sequence[Tensor]) -> Exchange:
             joined = [flat.new_empty(self.size() * flat.numel()) for flat in host]
@@ -220,9 +222,9 @@ class StagedGroup(ProcessGroupBase):  # type: ignore[misc]
     def _reduce_and_scatter(
         self, name: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], rows: int, op: Any
     ) -> StagedWork:
-        """Issue reduce-scatters: every ``rows`` of ``inputs`` in turn are joined, reduced and cut into one part a rank.
+        """Issue reduce-scatters: join every ``rows`` successive inputs, reduce them, and give each rank one part.
 
-        ``rows`` is 1 if an input already holds the parts of all ranks, else the number of ranks.
+        ``rows`` is 1 if each input already contains the parts of all ranks, else the number of ranks.
         """
         dtypes = [output.dtype for output in outputs]
         sizes = [tensor.nbytes for tensor in inputs]
@@ -247,22 +249,22 @@ class StagedGroup(ProcessGroupBase):  # type: ignore[misc]
     def reduce_scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
     ) -> StagedWork:
-        """Reduce a list of one tensor for each rank, and keep this rank's."""
+        """Reduce a list with one tensor for each rank, and keep this rank's tensor."""
         flat_inputs = [tensor for row in inputs for tensor in row]
         return self._reduce_and_scatter("reduce_scatter", outputs, flat_inputs, self.size(), read_op(opts))
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> StagedWork:
-        """Reduce one tensor of the parts of all ranks, and keep this rank's part."""
+        """Reduce one tensor that consists of the parts of all ranks, and keep this rank's part."""
         return self._reduce_and_scatter("reduce_scatter_tensor", [output], [tensor], 1, read_op(opts))
 
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> StagedWork:
-        """Reduce several tensors of the parts of all ranks, and keep this rank's part of each."""
+        """Reduce several tensors that consist of the parts of all ranks, and keep this rank's part of each."""
         return self._reduce_and_scatter("reduce_scatter_tensor_coalesced", outputs, inputs, 1, read_op(opts))
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> StagedWork:
-        """Overwrite a tensor with the root's."""
+        """Overwrite a tensor with the tensor of the root."""
         root, index = (0, 0) if opts is None else (opts.rootRank, opts.rootTensor)
         outputs = [] if root == self.rank() else [tensors[index]]
 
@@ -292,7 +294,7 @@ class StagedGroup(ProcessGroupBase):  # type: ignore[misc]
         return self._submit(Request("gather", inputs, list(outputs[0]) if is_root else [], start))
 
     def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> StagedWork:
-        """Give each rank its tensor of the root's list."""
+        """Send each rank its tensor of the root's list."""
         is_root, size = opts.rootRank == self.rank(), outputs[0].nbytes
 
         def start(host: Sequence[Tensor]) -> Exchange:
@@ -314,7 +316,7 @@ class StagedGroup(ProcessGroupBase):  # type: ignore[misc]
         input_splits: Sequence[int],
         opts: Any = None,
     ) -> StagedWork:
-        """Send the i-th part of a tensor to rank i; the splits count rows, and are equal if they are empty."""
+        """Send the i-th part of a tensor to rank i; the splits are numbers of rows; empty splits mean equal parts."""
         del opts
         received_bytes = count_bytes(output, output_splits, self.size())
         sent_bytes = count_bytes(tensor, input_splits, self.size())
@@ -370,17 +372,17 @@ class StagedGroup(ProcessGroupBase):  # type: ignore[misc]
         return self._transfer(Request("recv", [], tensors, start))
 
     def _start_coalescing(self, device: torch.device) -> None:
-        """Open a coalescing block, whose collectives are issued one by one."""
+        """Open a coalescing block; its collectives are still issued one by one."""
         del device
         self._coalesced = []
 
     def _end_coalescing(self, device: torch.device) -> JoinedWork:
-        """Close the coalescing block, and return the handle of all its collectives."""
+        """Close the coalescing block, and return one handle for all its collectives."""
         del device
         works, self._coalesced = self._coalesced or [], None
         return JoinedWork(works)
 
-    # The names of torch 2.11 and older.
+    # The names of these methods in torch 2.11 and older.
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced

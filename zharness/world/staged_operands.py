@@ -1,4 +1,4 @@
-"""Prepare host tensors for gloo, and finish what it has reduced."""
+"""Prepare host tensors for gloo, and post-process the tensors that gloo has reduced."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zharness.torch_private import read_premultiplied_factor
 from zharness.world.staged_work import Exchange, flatten_to_bytes
 
 Op = dist.ReduceOp
-# gloo reduces no booleans.
+# gloo cannot reduce booleans.
 REDUCED_AS = {torch.bool: torch.uint8}
 
 
@@ -31,25 +31,25 @@ def start_all_reduces(gloo: Any, host: Sequence[Tensor], dtypes: Sequence[torch.
     works = [
         gloo.allreduce([tensor], make_options(dist.AllreduceOptions, reduceOp=exchange_op(op, dtype)))
         for tensor, dtype in zip(typed, dtypes, strict=True)
-        if tensor.numel()  # gloo divides by it
+        if tensor.numel()  # gloo divides by the number of elements
     ]
     return Exchange(works, lambda: [finish_reduction(tensor, op, size) for tensor in typed])
 
 
 def read_op(opts: Any) -> Any:
-    """Return the reduction that ``opts`` asks for; SUM is the default."""
+    """Return the reduction in ``opts``; the default is SUM."""
     return Op(Op.SUM) if opts is None else opts.reduceOp
 
 
 def pad(flat: Tensor, size: int) -> Tensor:
-    """Return ``flat``, with zeros behind it up to ``size`` elements."""
+    """Return ``flat``, padded with zeros at its end to ``size`` elements."""
     return flat if flat.numel() == size else torch.cat([flat, flat.new_zeros(size - flat.numel())])
 
 
 def exchange_op(op: Any, dtype: torch.dtype) -> Any:
     """Return the reduction that gloo runs for ``op``: SUM for the mean and for sums of scaled operands.
 
-    A sum of booleans is their maximum, as in NCCL's backend of torch.
+    A sum of booleans is their maximum, as in torch's NCCL backend.
     """
     if dtype is torch.bool and op == Op.SUM:
         return Op.MAX
@@ -57,7 +57,7 @@ def exchange_op(op: Any, dtype: torch.dtype) -> Any:
 
 
 def prepare_operand(flat: Tensor, dtype: torch.dtype, op: Any, size: int) -> Tensor:
-    """Return a host tensor of bytes as the operand of gloo, scaled as NCCL scales: floats before the sum."""
+    """Return a host tensor of bytes as the operand of gloo; floats are scaled before the sum, as NCCL does."""
     if flat.is_sparse:
         return flat
     tensor = flat.view(REDUCED_AS.get(dtype, dtype))

@@ -1,10 +1,10 @@
 """Run collectives on host copies of their tensors, one after another, in a thread of their process group.
 
-A collective is issued, executed and delivered. At the issue, on the caller's thread and stream, the inputs count as
-read and the outputs as undefined. The thread copies the inputs to the host, behind what the caller's stream had queued
-at the issue, and exchanges them. The results are delivered into the outputs when the caller waits, on the stream that
-waits. A caller that never waits keeps its old outputs: with ``Poison.ON`` these are bytes of 0xFF, which are NaN in
-every floating-point dtype and -1 in every signed integer dtype.
+A collective is issued, executed and delivered. The caller issues it on its own thread and stream; from then on, the
+inputs count as read and the outputs as undefined. The thread of the process group copies the inputs to the host, after
+the work that the caller's stream had queued at the issue, and exchanges them. When the caller waits, the results are
+copied into the outputs on the stream that waits. If the caller never waits, its outputs keep their old bytes: with
+``Poison.ON`` these are bytes of 0xFF, which are NaN in every floating-point dtype and -1 in every signed integer dtype.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ POISON_BYTE = 0xFF
 
 
 Finish = Callable[[], threading.Lock]  # ends an exchange, and returns the lock that its callers wait for
-RunFinish = Callable[[list[Finish]], None]  # calls the only function of the list, and takes it from there
+RunFinish = Callable[[list[Finish]], None]  # removes the only function from the list and calls it
 
 
 @dataclass(frozen=True)
@@ -55,25 +55,25 @@ class Request:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an exchange ended: one result for each output, or an error."""
+    """The outcome of an exchange: one result for each output, or an error."""
 
     results: Sequence[Tensor]
     error: BaseException | None = None
 
 
 class StagedWork(dist.Work):
-    """The handle of an issued collective. ``wait`` delivers the results, and raises what the exchange raised."""
+    """The handle of an issued collective. ``wait`` delivers the results, or raises the error of the exchange."""
 
     def __init__(self, request: Request, poison: Poison) -> None:
         super().__init__()
         self._request = request
-        # Clones, because poisoning an output also overwrites an input that is a view of it.
+        # Clone the inputs, because poisoning an output also overwrites an input that is a view of the output.
         self._copies = [copy_bytes(tensor) for tensor in request.inputs] if poison is Poison.ON else None
         if poison is Poison.ON:
             for output in request.outputs:
                 poison_tensor(output)
         self._issue_event = record_event([*request.inputs, *request.outputs])
-        # Held until the exchange has ended. An Event would wait by Python code, whose calls a law counts.
+        # Hold this lock until the exchange has ended. threading.Event waits in Python code, whose calls a law counts.
         self._exchange_lock = threading.Lock()
         self._exchange_lock.acquire()
         self._outcome: Outcome | None = None
@@ -96,7 +96,7 @@ class StagedWork(dist.Work):
         try:
             for work in exchange.works:
                 work.wait()
-            # In pinned memory, so that the copy to the GPU does not block the host.
+            # Use pinned memory, so that the copy to the GPU does not block the host.
             on_gpu = self._issue_event is not None
             results = [
                 result.pin_memory() if on_gpu and not result.is_sparse else result for result in exchange.finish()
@@ -108,7 +108,7 @@ class StagedWork(dist.Work):
     def _conclude(self, outcome: Outcome) -> threading.Lock:
         """Store the outcome, and complete the future if the caller asked for one; return the lock to release.
 
-        A future is completed in a thread of its own, because its callbacks may wait for another collective.
+        The future is completed in a new thread, because its callbacks may wait for another collective.
         """
         with self._delivery_lock:
             self._outcome, future = outcome, self._future
@@ -129,7 +129,7 @@ class StagedWork(dist.Work):
         return True
 
     def _deliver(self) -> None:
-        """Copy the results into the outputs, once. Raise what the exchange raised, or EngineContractError."""
+        """Copy the results into the outputs, once. Raises the error of the exchange, or EngineContractError."""
         device = next((tensor.device for tensor in self._request.outputs if tensor.is_cuda), None)
         with self._delivery_lock, suspend_transforms():
             assert self._outcome is not None, "delivered before the exchange has ended"
@@ -152,14 +152,14 @@ class StagedWork(dist.Work):
             self._outcome = Outcome((), error)
             raise
         if self._issue_event is not None and device is not None:
-            # The issue poisoned the outputs on its stream, which may be another one.
+            # Wait for the stream of the issue, which may be another stream and which poisons the outputs.
             torch.cuda.current_stream(device).wait_event(self._issue_event)
         for output, result in zip(self._request.outputs, results, strict=True):
             deliver(output, result)
         self._delivery_events.append(record_event(self._request.outputs))
 
     def _require_unchanged_inputs(self) -> None:
-        """Raise EngineContractError for an input that was freed, or that differs from its copy and is no output."""
+        """Raise EngineContractError for an input that was freed, or that is not an output and differs from its copy."""
         for tensor, copied in zip(self._request.inputs, self._copies or (), strict=self._copies is not None):
             if any(share_storage(tensor, output) for output in self._request.outputs):
                 continue
@@ -171,7 +171,7 @@ class StagedWork(dist.Work):
                 )
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future of the list of outputs, which delivers the results as soon as they are there."""
+        """Return a future of the list of outputs; the results are delivered as soon as the exchange has ended."""
         with self._delivery_lock:
             if self._future is not None:
                 return self._future
@@ -192,10 +192,10 @@ class StagedWork(dist.Work):
             future.set_result(list(self._request.outputs))
 
     def is_completed(self) -> bool:
-        """Return whether the exchange has ended; if it has, deliver the results, as who asks may read them then."""
+        """Return whether the exchange has ended; if so, deliver the results, because the caller may then read them."""
         if self._outcome is None:
             return False
-        with suppress(Exception):  # exception() and wait() have it
+        with suppress(Exception):  # exception() and wait() report the error
             self._deliver()
         return True
 
@@ -204,7 +204,7 @@ class StagedWork(dist.Work):
         return self._outcome is not None and self._outcome.error is None
 
     def exception(self) -> BaseException | None:
-        """Return what the exchange raised, or None."""
+        """Return the error of the exchange, or None."""
         return None if self._outcome is None else self._outcome.error
 
     def synchronize(self) -> None:
@@ -221,7 +221,7 @@ class StagedWork(dist.Work):
 
 
 class JoinedWork(dist.Work):
-    """The handle of the collectives of a coalescing block; to wait for it is to wait for each of them."""
+    """The handle of the collectives of a coalescing block; ``wait`` waits for each of them."""
 
     def __init__(self, works: Sequence[StagedWork]) -> None:
         super().__init__()
@@ -248,7 +248,8 @@ class JoinedWork(dist.Work):
 class Executor:
     """A thread that starts the exchanges of one process group in the order of their issue.
 
-    ``run_finish`` calls the function that ends an exchange: in the thread, or elsewhere, so that the next one starts.
+    ``run_finish`` calls the function that ends an exchange, either in this thread, or in another thread so that the
+    next exchange starts at once.
     """
 
     def __init__(self, name: str, run_finish: RunFinish) -> None:
@@ -258,7 +259,7 @@ class Executor:
         self._thread.start()
 
     def submit(self, work: StagedWork) -> StagedWork:
-        """Execute ``work`` after everything that was submitted before, and return it.
+        """Execute ``work`` after all work that was submitted before, and return ``work``.
 
         Raises RuntimeError if the process group was destroyed.
         """
@@ -268,7 +269,7 @@ class Executor:
         return work
 
     def stop(self, seconds: float) -> None:
-        """Let the thread end after what was submitted, and wait for its end, at most ``seconds``."""
+        """Let the thread end after the submitted work, and wait at most ``seconds`` for its end."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._requests.put(None)
@@ -279,15 +280,15 @@ class Executor:
         """Execute requests until ``stop``."""
         while (work := self._requests.get()) is not None:
             pending = [work.start()]
-            del work  # or the thread would keep the tensors of the last collective alive
+            del work  # a reference here would keep the tensors of the last collective alive
             self._run_finish(pending)
 
 
 def finish_here(pending: list[Finish]) -> None:
     """End an exchange in this thread.
 
-    Its lock is released when nothing here refers to its tensors any more: a caller that has waited and dropped them
-    may count the memory that is still in use.
+    The lock is released only when this thread has no reference to the tensors any more, because a caller that has
+    waited and dropped its references may then measure the memory in use.
     """
     lock = pending.pop()()
     lock.release()
@@ -331,15 +332,15 @@ def deliver(output: Tensor, result: Tensor) -> None:
     if output.is_sparse:
         output.copy_(result.to(output.device))
     else:
-        # .data: a collective does not count as a change that autograd has to know.
+        # Write to .data, because autograd must not record a collective as an in-place change.
         output.data.copy_(result.view(output.dtype).view(output.shape), non_blocking=True)
 
 
 def copy_to_host(tensor: Tensor, ready: torch.cuda.Event | None, name: str) -> Tensor:
     """Return the bytes of ``tensor`` on the host, in a new flat uint8 tensor, read after the event ``ready``.
 
-    The copy runs on a stream of its own, which ends before this function returns: nobody has to keep the tensor longer.
-    Raises EngineContractError if the input of the collective ``name`` was freed.
+    The copy runs on a stream of its own and ends before this function returns, so that no caller has to keep the tensor
+    alive any longer. Raises EngineContractError if the input of the collective ``name`` was freed.
     """
     require_storage(tensor, f"an input of {name}")
     if ready is None or not tensor.is_cuda:
@@ -375,7 +376,7 @@ def copy_bytes(tensor: Tensor) -> Tensor:
 
 
 def poison_tensor(tensor: Tensor) -> None:
-    """Fill ``tensor`` with bytes of 0xFF, or with NaN if it is strided. Strided integers are left alone."""
+    """Fill ``tensor`` with bytes of 0xFF, or with NaN if it is not contiguous; leave strided integers unchanged."""
     if tensor.is_sparse:
         return
     if tensor.is_contiguous() and tensor.dtype is not torch.bool:
@@ -385,7 +386,7 @@ def poison_tensor(tensor: Tensor) -> None:
 
 
 def share_storage(first: Tensor, second: Tensor) -> bool:
-    """Return whether two tensors are one, or views of one storage."""
+    """Return whether two tensors are the same tensor or views of one storage."""
     if first is second or first.is_sparse or second.is_sparse:
         return first is second
     return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()

@@ -25,7 +25,7 @@ from zharness.world.messages import DeadlineHold, RankNote, RankStatus
 from zharness.world.rank_coordinator import describe_calls, describe_exchange_mismatch
 
 STORE_TIMEOUT = datetime.timedelta(seconds=60)  # for one answer of the store's server
-MIN_POLL_SECONDS, MAX_POLL_SECONDS = 0.0005, 0.02  # interval between two reads of the store: grows from first to second
+MIN_POLL_SECONDS, MAX_POLL_SECONDS = 0.0005, 0.02  # the interval between two reads of the store grows from MIN to MAX
 PEER_CHECK_SECONDS = 0.2  # interval between two checks whether a peer has ended
 
 _never_set = threading.Event()  # its wait runs signal handlers, and works even if a test replaces time.sleep

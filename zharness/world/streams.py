@@ -40,7 +40,7 @@ class TruncatedOutput:
             self.head += data[:room]
             data = data[room:]
         self.tail += data
-        if len(self.tail) > 2 * TAIL_BYTES:  # only at twice the size, so that small writes do not each move the tail
+        if len(self.tail) > 2 * TAIL_BYTES:  # cut at twice the size, so that not every small write moves the tail
             self.dropped_bytes += len(self.tail) - TAIL_BYTES
             del self.tail[:-TAIL_BYTES]
 

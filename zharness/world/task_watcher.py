@@ -71,7 +71,7 @@ class TaskWatcher:
         self._coordinator = RankCoordinator(task.world_size)
         self._outcomes: dict[int, RankOutcome] = {}
         self._notes: dict[int, list[RankNote]] = {member.rank: [] for member in team.members}
-        self._has_departures = False  # whether a rank skipped the rest of its task: others may wait for it forever
+        self._has_departures = False  # whether a rank skipped the rest of its task; others may wait for it forever
         self._part_departures = PartDepartures()
         self._hang_phases: dict[int, str] = {}
         self._ended_ranks: set[int] = set()
@@ -113,7 +113,7 @@ class TaskWatcher:
                 self._check_ranks()
 
     def _handle_event(self, event: SelectorEvent) -> None:
-        """Handle one ready descriptor: the client's, or that of a rank's output stream, control pipe or process."""
+        """Handle one ready descriptor: of the client, or of a rank's output stream, control pipe or process."""
         member, source = event.member, event.source
         if member is None:
             self._handle_client()
@@ -232,7 +232,7 @@ class TaskWatcher:
         if not running:  # all have outcomes, but some processes did not end after the shutdown message
             self._kill_ranks([member for member in self._team.members if member.rank not in self._ended_ranks], {})
             return
-        # Read before the stack-dump signal, which interrupts a blocking system call and so may begin another phase.
+        # Read the phases before sending the signal, which interrupts a blocking system call and so may begin a phase.
         self._hang_phases = {member.rank: member.phase for member in running}
         stacks = self._collect_stacks(running)
         frames = {rank: parse_main_thread(stack) for rank, stack in stacks.items()}
@@ -293,7 +293,7 @@ class TaskWatcher:
         return wait_for_stacks(requests, lambda: self._read_stacks(members), self._drain_streams)
 
     def _read_stacks(self, members: list[TeamMember]) -> dict[int, str]:
-        """Return what ranks have written of their stacks so far, by rank."""
+        """Return the part of their stacks that ranks have written so far, by rank."""
         return {
             member.rank: ranks.get_stack_path(self._team.scratch_dir, member.rank).read_text(errors="replace")
             for member in members

@@ -24,8 +24,8 @@ from zharness.world.streams import RankStream, make_echo
 from zharness.world.task import RankTask
 
 # Every process group that a task leaves behind keeps about three threads of gloo: ranks that had run 200 tasks with a
-# mesh had 640 threads each. Ranks are replaced then, because a group must not be destroyed while a peer may use it.
-# torch may have two pools of as many threads as there are cores.
+# mesh had 640 threads each. Ranks with more threads than this are replaced; their groups are not destroyed, because a
+# peer may still use a group. torch itself may have two pools of as many threads as there are cores.
 MAX_THREADS = 64 + 2 * (os.cpu_count() or 1)
 
 
@@ -114,7 +114,7 @@ class RankTeam:
 
     def _fork_rank(self, rank: int, task: RankTask, inherited_function: Callable[..., Any] | None, echo: bool) -> None:
         """Open the pipes of one rank, fork the rank, and register its descriptors with the selector."""
-        ranks.get_stack_path(self.scratch_dir, rank).touch()  # its stacks may be read before it has started
+        ranks.get_stack_path(self.scratch_dir, rank).touch()  # the file may be read before the rank has started
         context = multiprocessing.get_context("fork")
         ours, theirs = context.Pipe()
         set_stall_timeout(ours, STALL_SECONDS)
@@ -243,7 +243,7 @@ def open_end_descriptor(process: ForkProcess) -> int:
     """Return a file descriptor that becomes readable when ``process`` ends.
 
     The descriptor is a pidfd if the system supports pidfds. Otherwise it is multiprocessing's sentinel, a pipe, which
-    becomes readable only when all children of the process have ended too.
+    becomes readable only when all children of the process have also ended.
     """
     if process.pid is None or not hasattr(os, "pidfd_open"):
         return process.sentinel

@@ -101,7 +101,7 @@ def start_witness(launch: Launch, scratch_dir: Path, stream_descriptors: Mapping
     watched = WatchedRank(launch, os.getpid(), scratch_dir, stream_descriptors)
     child = os.fork()
     if child == 0:
-        # Forked twice, so that the witness is not a child of the rank: a test may count or wait for its children.
+        # Fork twice, so that the witness is not a child of the rank: a test may count or wait for its children.
         os.setsid()
         if os.fork() == 0:
             ours.close()
@@ -314,7 +314,7 @@ class Witness:
         written its report, the method then posts how the process ended and declares the launch to be over.
         """
         self._wait_for_end(PROCESS_EXIT_SECONDS)  # a process closes its files a moment before it has ended
-        # At once: torchrun reaps the process within a tenth of a second, and /proc has no exit status after that.
+        # Read at once: torchrun reaps the process within a tenth of a second, after which /proc has no exit status.
         end, cause = read_process_end(self._watched_rank.pid) or parse_fatal_dump(self._read_fatal_dump())
         while self._pipe.poll() and self._receive_message():
             continue
