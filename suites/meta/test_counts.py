@@ -38,7 +38,7 @@ HISTORICAL_PHRASES = (  # phrases with a number of a past run, or of a part
     "27,917 cells all 280 mutants",
     "two models could draw a factor of zero",
     "7 bugs are gone on 2.13.0",  # its sum is checked below
-    "Two laws play long programs",
+    "Two laws run long programs",
     "gives two models that differ from one seed",
 )
 

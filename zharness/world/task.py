@@ -29,8 +29,8 @@ class CollectiveMode(Enum):
     """The choice whether torch checks, before each collective, that all ranks call the same collective.
 
     CHECKED sets ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, with which torch reports a mismatch; gloo alone would hang or
-    compute a wrong result. The comparison takes about 2 ms per collective on 2 ranks, and more on more ranks. TRUSTED
-    turns the comparison off.
+    compute a wrong result. The comparison adds about 1 ms to a task with one collective on 2 ranks, and more on more
+    ranks (docs/ranks.md). TRUSTED turns the comparison off.
     """
 
     CHECKED = "checked"
