@@ -27,8 +27,9 @@ from zharness.law_kit.program_features import explain_unsupported
 from zharness.mesh import DEFAULT_MESH, Mesh
 from zharness.releases.repros import load_catalogue
 from zharness.run import Verdict
-from zharness.run.expected_failures import ExpectedFailure, expected_failures_for
+from zharness.run.expected_failures import ExpectedFailure
 from zharness.run.program_runner import ProgramOutcome
+from zharness.run.shipped_failures import expected_failures_for
 from zharness.workload.program_text import parse_program, require_legal
 from zharness.workload.programs import Act, LayerKind, Program
 from zharness.world import Isolation

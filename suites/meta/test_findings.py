@@ -11,7 +11,8 @@ import pytest
 from zharness.laws import LAWS
 from zharness.parity import Part
 from zharness.releases import repros
-from zharness.run.expected_failures import NUMBER, ExpectedFailure, expected_failures_for, leaves_a_value_open
+from zharness.run.expected_failures import NUMBER, ExpectedFailure, leaves_a_value_open
+from zharness.run.shipped_failures import expected_failures_for
 from zharness.workload import MODELS
 
 ROOT = Path(__file__).parents[2]

@@ -18,17 +18,14 @@ from zharness.errors import UsageError
 from zharness.laws import DTYPES, find_laws, get_law
 from zharness.run import Record, Request, Verdict, plan
 from zharness.run.claims import get_engine_version
-from zharness.run.expected_failures import (
-    ExpectedFailure,
-    expected_failures_for,
-    load_shipped_failures,
-)
+from zharness.run.expected_failures import ExpectedFailure
 from zharness.run.matching_failures import (
     find_expected_failure,
     find_failure_with_remedy,
     find_matching_failure,
     list_matchable_entries,
 )
+from zharness.run.shipped_failures import expected_failures_for, load_shipped_failures
 from zharness.run.stale_failures import describe_stale_failures
 from zharness.run.unmatched_failures import describe_unmatched_failures
 from zharness.run.user_failures import read_expected_failures, require_narrow_entry

@@ -11,9 +11,9 @@ from suites.run.failure_files import ENTRY, load_entries
 from zharness.cell import Cell
 from zharness.errors import MissingEngine, UsageError
 from zharness.law_kit.setting import Setting, split_settings
-from zharness.run import expected_failures
-from zharness.run.expected_failures import load_shipped_failures
+from zharness.run import shipped_failures
 from zharness.run.matching_failures import find_expected_failure
+from zharness.run.shipped_failures import load_shipped_failures
 
 
 def test_an_engine_by_path_has_the_failures_of_the_engine_around_which_it_is_built(tmp_path: Path) -> None:
@@ -38,8 +38,8 @@ def test_the_failures_of_a_release_are_read_where_the_engine_is_not_installed(mo
     def refuse(engine: str, stage: int) -> None:
         raise MissingEngine(f"{engine} is not installed")
 
-    monkeypatch.setattr(expected_failures, "capabilities", refuse)
-    entries = [*expected_failures.load_failures_around("fsdp2", "fabric_fsdp2")]
+    monkeypatch.setattr(shipped_failures, "capabilities", refuse)
+    entries = [*shipped_failures.load_failures_around("fsdp2", "fabric_fsdp2")]
     assert entries
     assert not any(Setting.parse(name).options for entry in entries for name in entry.engine_variants)
 

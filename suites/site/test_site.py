@@ -22,7 +22,7 @@ from zharness.cli import cli
 from zharness.errors import UsageError
 from zharness.laws import LAWS
 from zharness.run import Record, Verdict
-from zharness.run.expected_failures import expected_failures_for
+from zharness.run.shipped_failures import expected_failures_for
 from zharness.site import command
 from zharness.site.columns import Column, sort_columns
 from zharness.site.contracts import collect_contracts

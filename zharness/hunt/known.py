@@ -14,15 +14,10 @@ from zharness.hunt.symptoms import find_symptom
 from zharness.law_kit.setting import SEPARATOR, Setting, split_settings
 from zharness.mesh import DEFAULT_MESH
 from zharness.releases.repros import ReproVerdict, load_catalogue
-from zharness.run.expected_failures import (
-    NUMBER,
-    ExpectedFailure,
-    expected_failures_for,
-    has_signature,
-    leaves_a_value_open,
-)
+from zharness.run.expected_failures import NUMBER, ExpectedFailure, has_signature, leaves_a_value_open
 from zharness.run.program_runner import ProgramOutcome, program_options
 from zharness.run.record import Verdict
+from zharness.run.shipped_failures import expected_failures_for
 from zharness.workload.programs import BACKWARD_ACTS, Act, LayerKind, Mark, Program
 
 _COMMON_WORDS = re.compile(r"^[a-z ]+:|\b(expected|got|step|rank|nan|inf)\b")  # words of every mismatch

@@ -6,7 +6,8 @@ import re
 from collections.abc import Sequence
 
 from zharness.cell import Cell
-from zharness.run.expected_failures import POOLED, ExpectedFailure, expected_failures_for
+from zharness.run.expected_failures import POOLED, ExpectedFailure
+from zharness.run.shipped_failures import expected_failures_for
 
 LOSES_RANKS = ("crash", "hang")
 GENERAL_CAUSES = ("ended by a signal", "by peer", "did not finish")  # a process ended, for any reason

@@ -10,9 +10,10 @@ from zharness.law_kit.setting import split_settings
 from zharness.laws.registry import find_laws
 from zharness.mesh import DEFAULT_MESH
 from zharness.names import STAGES, matches_pattern
-from zharness.run.expected_failures import ExpectedFailure, expected_failures_for
+from zharness.run.expected_failures import ExpectedFailure
 from zharness.run.mesh_claims import needs_mesh
 from zharness.run.record import Record, Verdict
+from zharness.run.shipped_failures import expected_failures_for
 
 
 def describe_stale_failures(records: Sequence[Record], user_failures: Sequence[ExpectedFailure] = ()) -> list[str]:

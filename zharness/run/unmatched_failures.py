@@ -14,17 +14,12 @@ from zharness.mesh import DEFAULT_MESH, Mesh
 from zharness.names import STAGES
 from zharness.run.cell_planner import PlannedCell
 from zharness.run.claims import get_engine_version
-from zharness.run.expected_failures import (
-    ONE,
-    SEVERAL,
-    ExpectedFailure,
-    expected_failures_for,
-    list_failures_around,
-)
+from zharness.run.expected_failures import ONE, SEVERAL, ExpectedFailure
 from zharness.run.law_variants import select_models
 from zharness.run.matching_failures import list_matchable_entries
 from zharness.run.mesh_claims import explain_unclaimed_mesh
 from zharness.run.plan import ClaimsLookup, Request, first_buildable_claims, plan_engine_cells
+from zharness.run.shipped_failures import expected_failures_for, list_failures_around
 from zharness.workload.user_model import IN_PROCESS_PACKAGE, is_user_model, resolve_factory
 
 

@@ -10,14 +10,8 @@ from packaging.version import Version
 from zharness.engines.registry import BUILT_IN, capabilities, resolve_version
 from zharness.errors import UsageError
 from zharness.law_kit.setting import split_settings
-from zharness.run.expected_failures import (
-    AROUND,
-    ExpectedFailure,
-    list_bounds,
-    load_failures_around,
-    load_shipped_failures,
-    parse_expected_failures,
-)
+from zharness.run.expected_failures import AROUND, ExpectedFailure, list_bounds, parse_expected_failures
+from zharness.run.shipped_failures import load_failures_around, load_shipped_failures
 from zharness.toml_text import parse_toml
 
 

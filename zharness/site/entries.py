@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from zharness.run.expected_failures import ExpectedFailure, expected_failures_for
+from zharness.run.expected_failures import ExpectedFailure
 from zharness.run.record import Record
+from zharness.run.shipped_failures import expected_failures_for
 
 
 def find_entry(
