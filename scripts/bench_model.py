@@ -40,7 +40,7 @@ from zharness.run.model_check import ModelCheckRequest, check_model
 from zharness.run.record import Record, Verdict
 from zharness.run.runner import Runner
 from zharness.workload.models import SAMPLES
-from zharness.world import Group, Isolation, RankTask
+from zharness.world import GroupMode, Isolation, RankTask
 
 TIMEOUT = 600.0
 AIM = 0.3  # largest cost of verifying, as a share of the engine's CPU time
@@ -139,12 +139,12 @@ def measure_cell(runner: Runner, cell: Cell, folder: str) -> tuple[float, float,
 
     def run_on_ranks(function: Any, *args: Any) -> float:
         """Return the sum of the numbers that ``function`` returns on the ranks."""
-        task = RankTask(function, args, cell.world_size, TIMEOUT, Group.REUSED, Isolation.POOLED, "bench")
+        task = RankTask(function, args, cell.world_size, TIMEOUT, GroupMode.REUSED, Isolation.POOLED, "bench")
         return sum(runner._servers[cell.engine].submit(task).values())
 
     def run_on_judge(function: Any, *args: Any) -> Any:
         """Return the result of ``function`` in the judge's process."""
-        task = RankTask(function, args, timeout=TIMEOUT, group=Group.NONE, isolation=Isolation.POOLED)
+        task = RankTask(function, args, timeout=TIMEOUT, group=GroupMode.NONE, isolation=Isolation.POOLED)
         return runner._judge_server.submit(task).values()[0]
 
     run_on_ranks(time_engine, cell, claims)  # the first run in a pool includes imports and the build of the model

@@ -40,7 +40,7 @@ from zharness.parity import snapshot
 from zharness.parity.baseline import Baseline
 from zharness.releases.rank_environment import prepare_rank_environment
 from zharness.run import Request, observe_and_judge, plan
-from zharness.world import Group, Isolation, RankServer
+from zharness.world import GroupMode, Isolation, RankServer
 from zharness.world.cores import assign_cores
 from zharness.world.task import RankTask
 
@@ -136,8 +136,8 @@ def measure_cost(ranks: RankServer, judges: RankServer, cell: Cell, claims: Capa
     common = {"timeout": 60.0, "isolation": Isolation.POOLED}
     pool = f"stage {cell.stage}"  # each stage has its own ranks; all stages share the judge
     arguments = (cell, 0, folder, claims, {})
-    observing = submit(ranks, time_observe, arguments, cell.world_size, group=Group.REUSED, pool=pool, **common)
-    judge, plain = submit(judges, time_judge, (cell, 0, folder, claims), 1, group=Group.NONE, **common)[0]
+    observing = submit(ranks, time_observe, arguments, cell.world_size, group=GroupMode.REUSED, pool=pool, **common)
+    judge, plain = submit(judges, time_judge, (cell, 0, folder, claims), 1, group=GroupMode.NONE, **common)[0]
     return Cost(cell, time.perf_counter() - began, max(observing), plain, judge)
 
 

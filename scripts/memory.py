@@ -51,9 +51,9 @@ def measure(stage: int, width: int, depth: int) -> dict[str, int]:
     gradients = 0
     for _ in range(2):
         engine.backward(engine(torch.randint(VOCABULARY, (BATCH, SEQUENCE))).pow(2).mean())
-        gradients = engine.held_bytes()["gradients"]
+        gradients = engine.allocated_bytes()["gradients"]
         engine.step()
-    return engine.held_bytes() | {"gradients": gradients, "gathered peak": engine.peak_gathered_bytes()}
+    return engine.allocated_bytes() | {"gradients": gradients, "gathered peak": engine.peak_gathered_bytes()}
 
 
 def main() -> None:

@@ -25,7 +25,8 @@ A file imports files of a lower floor, or of its own package (``suites/meta/test
    options that ``cli/project_options.py`` finds by ``project_file.py``.
    ``names.py`` and ``cli/name_index.py`` refuse unknown names before torch is imported; ``releases/overlay.py`` names
    their cache folder. ``world/launch.py`` detects torchrun. ``run/expected_failures.py``,
-   ``run/shipped_failures.py`` and ``run/user_failures.py`` read the expected failures from TOML (``toml_text.py``), and ``run/matching_failures.py`` matches them with cells.
+   ``run/shipped_failures.py`` and ``run/user_failures.py`` read the expected failures from TOML (``toml_text.py``), and
+   ``run/matching_failures.py`` matches them with cells.
    ``report/outputs.py`` has the output files.
 2. The plan. ``run/check_loop.py`` is the loop over cells (``run/cell_queue.py``,
    ``run/progress.py``). ``run/plan.py`` makes the cells of ``cell.py``, which

@@ -39,9 +39,9 @@ def count_stage_bytes(size: Size, stage: int, ids: torch.Tensor) -> Iterator[dic
         engine.reset_peak()
         for micro in range(steps):
             built.backward(loss(built, ids))
-            gradients = engine.held_bytes()["gradients"] if micro == steps - 1 else 0
+            gradients = engine.allocated_bytes()["gradients"] if micro == steps - 1 else 0
             built.step()
-        held, ranks = engine.held_bytes(), dist.get_world_size()
+        held, ranks = engine.allocated_bytes(), dist.get_world_size()
         yield {
             "stage": stage,
             "ranks": ranks,

@@ -18,7 +18,7 @@ from zharness.engines import ddp, fsdp1, fsdp2, plain, zero1
 from zharness.engines.protocol import AccumulationOwner, Engine, EngineConfig, Feature, OptimizerSpec, Piece, Reduction
 from zharness.engines.torch_engine import register_all_reduce_hooks
 from zharness.errors import ConfigError, UsageError
-from zharness.world import Group, run
+from zharness.world import GroupMode, run
 
 WORLD_SIZE = 2
 ADAPTERS = {"plain": plain, "ddp": ddp, "zero1": zero1, "fsdp1": fsdp1, "fsdp2": fsdp2}
@@ -96,7 +96,7 @@ def cached_steps(name: str, stage: int) -> list[dict[str, Any]]:
 
 def run_on_ranks(function: Callable[..., Any], *args: Any) -> list[Any]:
     alone = args[0] == "plain"
-    group = Group.NONE if alone else Group.DEFAULT
+    group = GroupMode.NONE if alone else GroupMode.DEFAULT
     return run(function, *args, world_size=1 if alone else WORLD_SIZE, timeout=60, group=group)
 
 

@@ -14,7 +14,7 @@ from zharness.engines import fsdp1
 from zharness.engines.fsdp1_tensors import keep_original_names, original_name
 from zharness.engines.protocol import EngineConfig, OptimizerSpec, Reduction
 from zharness.errors import ConfigError
-from zharness.world import Group, run
+from zharness.world import GroupMode, run
 
 SHARDED_STAGES = (2, 3)
 ADAM = OptimizerSpec("adam", {"lr": 1.0, "betas": (0.5, 0.75)})
@@ -40,7 +40,7 @@ class TiedEmbeddingModel(nn.Module):
 
 
 def on_ranks(function: Any, *args: Any, world_size: int = 2) -> list[Any]:
-    return run(function, *args, world_size=world_size, timeout=60, group=Group.DEFAULT)
+    return run(function, *args, world_size=world_size, timeout=60, group=GroupMode.DEFAULT)
 
 
 def build(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from zharness.engines import ddp, fsdp2, torch_checkpoint, zero1
 from zharness.engines.protocol import EngineConfig, OptimizerSpec
 from zharness.errors import CheckpointError
-from zharness.world import Group, run
+from zharness.world import GroupMode, run
 
 WORLD_SIZE = 2
 ADAPTERS = {"ddp": ddp, "zero1": zero1, "fsdp2": fsdp2}
@@ -47,7 +47,7 @@ def equal_tensors(got: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
 
 
 def run_on_ranks(function: Callable[..., Any], *args: Any, ranks: int = WORLD_SIZE) -> list[Any]:
-    return run(function, *args, world_size=ranks, timeout=30, group=Group.DEFAULT)
+    return run(function, *args, world_size=ranks, timeout=30, group=GroupMode.DEFAULT)
 
 
 def save_and_step(name: str, stage: int, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from zharness.engines.device_meshes import get_device_mesh
 from zharness.engines.tensor_parallel import build_device_mesh
 from zharness.mesh import Mesh
-from zharness.world import Group, Isolation, RankServer, RankTask
+from zharness.world import GroupMode, Isolation, RankServer, RankTask
 from zharness.world.team import count_threads
 
 
@@ -34,7 +34,12 @@ def sum_along_tp(data_ranks: int) -> tuple[float, int]:
 @pytest.mark.parametrize("data_ranks", [1, 2])
 def test_a_new_default_group_gets_meshes_of_its_own_and_ends_the_old_ones(data_ranks: int) -> None:
     # With one data rank the axis tp is the default group itself, which its mesh then keeps alive.
-    groups = (Group.REUSED, Group.REUSED, *[Group.DEFAULT] * 6, Group.REUSED)
+    groups = (
+        GroupMode.REUSED,
+        GroupMode.REUSED,
+        *[GroupMode.DEFAULT] * 6,
+        GroupMode.REUSED,
+    )
     with RankServer() as server:
         sums, threads = zip(
             *(

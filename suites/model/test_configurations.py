@@ -16,7 +16,7 @@ from zharness.engines.json_options import translate_options
 from zharness.errors import ConfigError
 from zharness.run import Verdict
 from zharness.run.auto_values import fill_auto_values
-from zharness.run.configuration import configuration_on, load_json_object, parse_configuration
+from zharness.run.configuration import load_json_object, parse_configuration, translate_configuration
 from zharness.run.model_check import ModelCheckRequest, choose_nearest_stage
 from zharness.run.schedules import schedule_factors
 
@@ -121,7 +121,7 @@ def test_every_auto_that_is_filled_has_a_line() -> None:
         config = load_json_object(str(path))
         filled = fill_auto_values(str(path), config)
         assert json.dumps(config).count('"auto"') == len(filled.notices) + 2, "the two batch sizes have a line as well"
-        assert configuration_on("deepspeed", str(path)).ignored_keys[:2] == (
+        assert translate_configuration("deepspeed", str(path)).ignored_keys[:2] == (
             "train_batch_size",
             "train_micro_batch_size_per_gpu",
         )
@@ -129,30 +129,32 @@ def test_every_auto_that_is_filled_has_a_line() -> None:
 
 def test_a_value_has_a_meaning_on_each_engine_or_is_named() -> None:
     path = str(CONFIGS / "hugging_face_zero2.json")
-    sharded = configuration_on("fsdp2", path)
+    sharded = translate_configuration("fsdp2", path)
     assert sharded.options == {"cpu_offload": True}
     assert "zero_optimization.offload_optimizer means {'cpu_offload': True} on fsdp2" in sharded.notices
     assert "fsdp2 has nothing like steps_per_print" in sharded.notices[-1]
-    replicated = configuration_on("ddp", str(CONFIGS / "tutorial_zero2.json"))
+    replicated = translate_configuration("ddp", str(CONFIGS / "tutorial_zero2.json"))
     assert replicated.options == {"bucket_cap_mb": 5e6 * 4 / 2**20}
-    assert configuration_on("deepspeed", path).options["zero_force_ds_cpu_optimizer"] is False
-    assert "zero_force_ds_cpu_optimizer" not in configuration_on("reference", path).options
-    assert configuration_on("my_engine:factory", path).options == configuration_on("reference", path).options
+    assert translate_configuration("deepspeed", path).options["zero_force_ds_cpu_optimizer"] is False
+    assert "zero_force_ds_cpu_optimizer" not in translate_configuration("reference", path).options
+    assert (
+        translate_configuration("my_engine:factory", path).options == translate_configuration("reference", path).options
+    )
 
 
 def test_a_dtype_of_reductions_counts_only_where_the_engine_has_one(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"communication_data_type": "bfloat16"}))
-    assert configuration_on("fsdp2", str(path)).options == {"reduce_dtype": "bf16"}
-    assert configuration_on("fsdp2", str(path)).reduce_dtype is not None
-    assert configuration_on("ddp", str(path)).reduce_dtype is None
+    assert translate_configuration("fsdp2", str(path)).options == {"reduce_dtype": "bf16"}
+    assert translate_configuration("fsdp2", str(path)).reduce_dtype is not None
+    assert translate_configuration("ddp", str(path)).reduce_dtype is None
 
 
 def test_a_key_that_deepspeed_does_not_have_is_refused_on_other_engines(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"zero_optimization": {"overlap_com": True}}))
     with pytest.raises(ConfigError, match=r"no key 'zero_optimization\.overlap_com'; did you mean 'overlap_comm'"):
-        configuration_on("ddp", str(path))
+        translate_configuration("ddp", str(path))
 
 
 @pytest.mark.parametrize(

@@ -315,14 +315,14 @@ def test_every_rank_starts_from_rank_0s_parameters_and_buffers() -> None:
     one_model_start()
 
 
-def held_bytes(stage: int) -> dict[str, int]:
+def allocated_bytes(stage: int) -> dict[str, int]:
     """Return the bytes that this rank holds after a backward and before its step."""
     engine, _ = pair(stage, net=lambda: nn.Sequential(nn.Linear(60, 60), nn.Tanh(), nn.Linear(60, 60)))
     for _ in range(2):
         F.mse_loss(engine(torch.randn(3, 60)), torch.zeros(3, 60)).backward()
-        held = engine.held_bytes()
+        held = engine.allocated_bytes()
         engine.step()
-    return held | {"optimizer_state": engine.held_bytes()["optimizer_state"]}
+    return held | {"optimizer_state": engine.allocated_bytes()["optimizer_state"]}
 
 
 @stages
@@ -335,4 +335,4 @@ def test_each_rank_holds_its_shard_of_what_the_stage_shards(stage: int) -> None:
         "gradients": shard if stage >= 2 else full,
         "optimizer_state": 2 * (shard if stage >= 1 else full) + 4 * 4,  # and one step count for each of 4 parameters
     }
-    assert held_bytes(stage) == wanted
+    assert allocated_bytes(stage) == wanted

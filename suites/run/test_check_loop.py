@@ -9,7 +9,7 @@ import pytest
 
 from zharness.cell import Cell
 from zharness.run.cell_planner import PlannedCell
-from zharness.run.cell_queue import CellQueue, by_pool, in_order
+from zharness.run.cell_queue import CellQueue, group_by_pool, single_group
 from zharness.run.check_loop import RunOptions, Stop, describe_stop, run_cells
 from zharness.run.progress import ProgressLog
 from zharness.run.rank_pool import RankPool, rank_pool
@@ -60,19 +60,19 @@ def test_a_pool_that_no_later_cell_needs_is_closed() -> None:
 
 def test_each_runner_takes_the_cells_of_a_pool_of_its_own_as_long_as_there_are_some() -> None:
     cells = [make_cell(stage, 2, law) for stage in (0, 1) for law in ("training.grads", "training.modes")]
-    queue = CellQueue([*cells, make_cell(1, 2, "training.sgd_step")], by_pool)
+    queue = CellQueue([*cells, make_cell(1, 2, "training.sgd_step")], group_by_pool)
     assert [queue.take(runner).cell.stage for runner in "ababa"] == [0, 1, 0, 1, 1]
     assert {rank_pool(cell.cell).name[:7] for cell in cells} == {"stage 0", "stage 1"}
-    in_turn = CellQueue(cells, in_order)
+    in_turn = CellQueue(cells, single_group)
     assert [in_turn.take(runner) for runner in "abab"] == cells
-    assert RunOptions().group is by_pool
-    assert RunOptions(shuffle_seed=1).group is in_order
+    assert RunOptions().group is group_by_pool
+    assert RunOptions(shuffle_seed=1).group is single_group
 
 
 def test_runners_that_share_a_pool_of_all_stages_take_the_cells_of_a_model_each() -> None:
     cells = [make_cell(stage, 2, engine="fsdp2", model=model) for stage in (2, 3) for model in ("mlp", "exact", "tied")]
     assert len({rank_pool(cell.cell) for cell in cells}) == 1
-    queue = CellQueue(cells, by_pool)
+    queue = CellQueue(cells, group_by_pool)
     taken = [queue.take(runner).cell for runner in "abbaab"]
     assert [(cell.model, cell.stage) for cell in taken] == [
         *(("mlp", 2), ("exact", 2), ("exact", 3), ("mlp", 3)),

@@ -206,6 +206,6 @@ def test_an_option_takes_its_refusals_to_the_claims() -> None:
 
 def test_an_option_names_the_laws_and_models_in_which_it_has_an_effect() -> None:
     option = EngineOption({"a": 1}, laws=frozenset({"state.resume-adamw"}), models=frozenset({"mlp"}))
-    assert not option.refusal_in("state.resume", "adamw", "mlp")
-    assert "state.resume-adamw" in option.refusal_in("state.resume", "sgd", "mlp")
-    assert "mlp" in option.refusal_in("state.resume", "adamw", "conv")
+    assert not option.explain_law_limit("state.resume", "adamw", "mlp")
+    assert "state.resume-adamw" in option.explain_law_limit("state.resume", "sgd", "mlp")
+    assert "mlp" in option.explain_law_limit("state.resume", "adamw", "conv")

@@ -12,7 +12,7 @@ import pytest
 from zharness.cell import Cell
 from zharness.run import PlannedCell
 from zharness.run.runner import pin_runners_to_cores
-from zharness.world import Group, RankServer
+from zharness.world import GroupMode, RankServer
 from zharness.world.cores import assign_cores, use_batch_scheduling
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="the system has no CPU affinity")
@@ -127,7 +127,7 @@ def test_ranks_on_cpus_use_batch_scheduling_and_ranks_on_gpus_the_default(monkey
     monkeypatch.setattr("zharness.world.server.require_visible_gpus", lambda: None)
     with RankServer() as server:
         # Without a group, which would need one GPU per rank.
-        policies = server.run(os.sched_getscheduler, 0, world_size=2, group=Group.NONE).values()
+        policies = server.run(os.sched_getscheduler, 0, world_size=2, group=GroupMode.NONE).values()
     assert policies == [os.SCHED_OTHER] * 2
     assert os.sched_getscheduler(0) == os.SCHED_OTHER
 
@@ -142,4 +142,4 @@ def use_batch_scheduling_after_idle() -> int:
 @pytest.mark.usefixtures("default_scheduling")
 def test_a_policy_other_than_the_default_is_left_unchanged() -> None:
     with RankServer() as server:
-        assert server.run(use_batch_scheduling_after_idle, group=Group.NONE).values() == [os.SCHED_IDLE]
+        assert server.run(use_batch_scheduling_after_idle, group=GroupMode.NONE).values() == [os.SCHED_IDLE]

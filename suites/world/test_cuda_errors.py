@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from zharness.device.cuda_errors import add_cuda_remedy, name_failed_kernel
-from zharness.world import Group, RankServer
+from zharness.world import GroupMode, RankServer
 
 ILLEGAL_ACCESS = """CUDA error: an illegal memory access was encountered
 Search for `cudaErrorIllegalAddress' in https://docs.nvidia.com/cuda/cuda-runtime-api/ for more information.
@@ -52,7 +52,7 @@ def raise_cuda_error() -> None:
 
 def test_the_cause_of_a_rank_has_the_remedy() -> None:
     with RankServer() as server:
-        outcome = server.run(raise_cuda_error, world_size=2, timeout=60.0, group=Group.NONE)
+        outcome = server.run(raise_cuda_error, world_size=2, timeout=60.0, group=GroupMode.NONE)
     assert outcome.cause is not None
     assert outcome.cause.cause.startswith("RuntimeError: CUDA error: an illegal memory access")
     assert "CUDA_LAUNCH_BLOCKING=1" in outcome.cause.cause
@@ -79,6 +79,6 @@ def fail_assertion() -> None:
 
 def test_the_cause_of_a_rank_names_the_kernel() -> None:
     with RankServer() as server:
-        outcome = server.run(fail_assertion, world_size=1, timeout=60.0, group=Group.NONE)
+        outcome = server.run(fail_assertion, world_size=1, timeout=60.0, group=GroupMode.NONE)
     assert outcome.cause is not None
     assert outcome.cause.cause.endswith(f"; {KERNEL}")

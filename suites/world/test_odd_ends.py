@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from zharness.errors import WorldError
-from zharness.world import Group, GroupOutcome, Isolation, RankEnd, RankServer, exchange
+from zharness.world import GroupMode, GroupOutcome, Isolation, RankEnd, RankServer, exchange
 from zharness.world import team as team_module
 from zharness.world.current_rank import current_rank
 from zharness.world.messages import ExchangeRequest, RankStatus
@@ -44,7 +44,7 @@ def _no_server_blocks_this_process() -> Iterator[None]:
 def run_body(body, timeout=30.0, server=None, **task_fields) -> GroupOutcome:  # type: ignore[no-untyped-def]
     """Run ``body`` on two ranks without a process group."""
     with server or RankServer(inherited_function=body) as server:
-        return server.call(world_size=2, timeout=timeout, group=Group.NONE, **task_fields)
+        return server.call(world_size=2, timeout=timeout, group=GroupMode.NONE, **task_fields)
 
 
 def wait_forever() -> None:
@@ -114,7 +114,7 @@ def test_removing_the_scratch_directory_of_a_group_is_reported() -> None:
 
     with RankServer(inherited_function=body) as server:
         with pytest.raises(WorldError, match=r"did a test remove .*\?") as caught:
-            server.call(True, world_size=2, timeout=30.0, group=Group.NONE)
+            server.call(True, world_size=2, timeout=30.0, group=GroupMode.NONE)
         assert "cannot start" not in str(caught.value)
         assert server.call(False, world_size=2).values() == [None, None]
 
@@ -128,7 +128,7 @@ def test_pooled_ranks_without_their_scratch_directory_are_replaced() -> None:
     with RankServer(inherited_function=body) as server:
         first, second = (
             server.call(planted, world_size=2, timeout=5.0, group=group, isolation=Isolation.POOLED).values()
-            for planted, group in ((True, Group.NONE), (False, Group.DEFAULT))
+            for planted, group in ((True, GroupMode.NONE), (False, GroupMode.DEFAULT))
         )
     assert not set(first) & set(second)
 
@@ -192,7 +192,7 @@ def test_a_daemon_that_a_rank_started_is_killed_with_the_rank(tmp_path: Path) ->
             threading.Event().wait(0.01)
 
     with RankServer(inherited_function=body) as server:
-        server.call(world_size=2, group=Group.NONE).values()
+        server.call(world_size=2, group=GroupMode.NONE).values()
         pids = [path.name for path in tmp_path.iterdir()]
         assert len(pids) == 2
         assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
@@ -214,8 +214,8 @@ def test_a_module_that_only_ranks_can_import_is_not_imported_by_the_server(
         return known
 
     with RankServer(inherited_function=body) as server:
-        assert server.call(world_size=1, group=Group.NONE).values() == [[]]
-        assert server.call(world_size=1, group=Group.NONE).values() == [["torch.of_all"]]
+        assert server.call(world_size=1, group=GroupMode.NONE).values() == [[]]
+        assert server.call(world_size=1, group=GroupMode.NONE).values() == [["torch.of_all"]]
 
 
 def refuse(_: object) -> None:
@@ -248,7 +248,7 @@ def test_ranks_that_cannot_be_forked_are_reported_and_leave_no_descriptor_in_the
         for _ in range(2):
             (tmp_path / "full").touch()
             with pytest.raises(WorldError, match="cannot start 2 ranks: planted"):
-                server.call(world_size=2, group=Group.NONE)
+                server.call(world_size=2, group=GroupMode.NONE)
             counts.append(len(os.listdir(f"/proc/{server._process.pid}/fd")))
             assert not any(server.scratch_dir.iterdir())
         assert counts[0] == counts[1]
@@ -258,5 +258,5 @@ def test_echo_escapes_characters_that_the_encoding_lacks(tmp_path: Path, monkeyp
     with (tmp_path / "terminal").open("w", encoding="ascii") as terminal:
         monkeypatch.setattr(sys, "__stdout__", terminal)
         with RankServer(RankEnvironment(echo=True), lambda: print("\N{EURO SIGN} 1")) as server:  # noqa: T201 - by a rank
-            server.call(world_size=1, group=Group.NONE).values()
+            server.call(world_size=1, group=GroupMode.NONE).values()
     assert (tmp_path / "terminal").read_text() == "[rank 0] \\u20ac 1\n"

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from suites.attached.launches import find_free_port
 from zharness.pytest_ranks.rank_protocol import seed_generators
-from zharness.world import Group, Isolation, RankServer, assert_together, exchange, run
+from zharness.world import GroupMode, Isolation, RankServer, assert_together, exchange, run
 from zharness.world.current_rank import CurrentRank, ExchangeMismatchError, current_rank, set_current_rank
 from zharness.world.launch import Launch
 from zharness.world.messages import ExchangeRequest, ExchangeResult
@@ -41,7 +41,7 @@ def assert_both_got_the_mismatch(messages: list[str]) -> None:
 
 
 def test_all_ranks_of_a_mismatched_exchange_get_the_error_and_can_go_on() -> None:
-    assert_both_got_the_mismatch(run(mismatch_exchange, world_size=2, group=Group.NONE))
+    assert_both_got_the_mismatch(run(mismatch_exchange, world_size=2, group=GroupMode.NONE))
 
 
 def test_all_ranks_of_a_mismatched_exchange_in_a_launch_get_the_error_and_can_go_on() -> None:
@@ -57,7 +57,7 @@ def test_all_ranks_of_a_mismatched_exchange_in_a_launch_get_the_error_and_can_go
         exchange(None)  # rank 0 serves the store until both have read it
         return message
 
-    assert_both_got_the_mismatch(run(body, world_size=2, group=Group.NONE))
+    assert_both_got_the_mismatch(run(body, world_size=2, group=GroupMode.NONE))
 
 
 def leave_an_exchange() -> None:
@@ -111,7 +111,7 @@ def test_a_rank_that_leaves_an_exchange_by_an_exception_runs_the_next_task() -> 
 
     with RankServer(inherited_function=body) as server:
         for number, value in enumerate((None, [1, 1], [2, 2])):
-            outcome = server.call(number, world_size=2, isolation=Isolation.POOLED, group=Group.REUSED)
+            outcome = server.call(number, world_size=2, isolation=Isolation.POOLED, group=GroupMode.REUSED)
             assert outcome.values() == [value] * 2
 
 

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import get_debug_level
 
-from zharness.world import CollectiveMode, Group, Isolation, RankEnd, RankServer, RankTask
+from zharness.world import CollectiveMode, GroupMode, Isolation, RankEnd, RankServer, RankTask
 from zharness.world.team import MAX_THREADS
 
 
-def pooled(function, *args, world_size=2, group=Group.REUSED, pool="", **more):
+def pooled(function, *args, world_size=2, group=GroupMode.REUSED, pool="", **more):
     return RankTask(function, args, world_size, group=group, isolation=Isolation.POOLED, pool=pool, **more)
 
 
@@ -42,7 +42,7 @@ def count_groups() -> tuple[int, float]:
 
 def test_a_new_default_group_in_pooled_ranks_works_on_the_same_processes() -> None:
     with RankServer() as server:
-        found = [server.submit(pooled(count_groups, group=Group.DEFAULT)).values() for _ in range(5)]
+        found = [server.submit(pooled(count_groups, group=GroupMode.DEFAULT)).values() for _ in range(5)]
     assert all(values == found[0] for values in found)
 
 

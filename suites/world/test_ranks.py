@@ -11,21 +11,21 @@ import torch
 import torch.distributed as dist
 
 from zharness.errors import UsageError, WorldError
-from zharness.world import Group, GroupOutcome, RankEnd, RankServer, RanksFailed, run
+from zharness.world import GroupMode, GroupOutcome, RankEnd, RankServer, RanksFailed, run
 from zharness.world.limits import largest_world_size
 from zharness.world.server import RankEnvironment
 
 WORLD_SIZES = (2, 4)
 
 
-def run_and_get_outcome(function, *args, world_size=2, timeout=30.0, group=Group.DEFAULT):
+def run_and_get_outcome(function, *args, world_size=2, timeout=30.0, group=GroupMode.DEFAULT):
     with RankServer() as server:
         return server.run(function, *args, world_size=world_size, timeout=timeout, group=group)
 
 
 def outcome_without_group(function):
     """Run ``function`` on ranks without a process group, so that no rank's end affects another."""
-    return run_and_get_outcome(function, group=Group.NONE)
+    return run_and_get_outcome(function, group=GroupMode.NONE)
 
 
 def process_group_is_gone(pid: int) -> bool:
@@ -55,7 +55,7 @@ def test_a_closure_runs_without_being_pickled() -> None:
 
 
 def test_ranks_without_a_group_do_not_touch_torch_distributed() -> None:
-    assert run(dist.is_initialized, world_size=2, group=Group.NONE) == [False, False]
+    assert run(dist.is_initialized, world_size=2, group=GroupMode.NONE) == [False, False]
 
 
 def raise_on(culprit: int) -> None:

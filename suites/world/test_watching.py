@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zharness.world import Group, RankEnd, RankServer, progress, run
+from zharness.world import GroupMode, RankEnd, RankServer, progress, run
 from zharness.world import postmortem as postmortem_module
 from zharness.world.current_rank import current_rank
 from zharness.world.deadline import Deadline
@@ -170,7 +170,7 @@ def test_a_deadline_is_suspended_while_a_debugger_holds_a_rank() -> None:
         current_rank().channel.hold("")
         return True
 
-    assert run(body, world_size=2, timeout=0.5, group=Group.NONE) == [True, True]
+    assert run(body, world_size=2, timeout=0.5, group=GroupMode.NONE) == [True, True]
 
 
 def test_building_extends_a_deadline_and_restores_the_time_out_afterwards() -> None:
@@ -192,7 +192,7 @@ def fill_memory() -> None:
 
 def test_a_failed_allocation_is_reported_as_the_exception_that_torch_raises() -> None:
     with RankServer() as server:
-        outcome = server.run(fill_memory, world_size=2, group=Group.NONE)
+        outcome = server.run(fill_memory, world_size=2, group=GroupMode.NONE)
     assert all("can't allocate memory" in rank.cause or "not enough memory" in rank.cause for rank in outcome.ranks)
 
 
@@ -211,7 +211,7 @@ def close_pipes_and_wait() -> None:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems detect the end of a process by a pipe")
 def test_a_rank_that_closes_its_pipes_and_goes_on_is_named() -> None:
     with RankServer() as server:
-        outcome = server.run(close_pipes_and_wait, world_size=2, group=Group.NONE)
+        outcome = server.run(close_pipes_and_wait, world_size=2, group=GroupMode.NONE)
     assert all("closed the pipe through which it reports" in rank.cause for rank in outcome.ranks)
     assert outcome.seconds < 10.0, "long before the time-out; test_faults.py judges the bar of 2 s"
 

@@ -50,7 +50,7 @@ from zharness.compat.deepspeed_rank_setup import DistributedSettings, class_dire
 from zharness.errors import UsageError
 from zharness.pytest_ranks import remote_fixtures
 from zharness.pytest_ranks.rank_requirements import parse_isolation
-from zharness.world.task import Group, Isolation
+from zharness.world.task import GroupMode, Isolation
 
 __all__ = [
     "DEEPSPEED_TEST_TIMEOUT",
@@ -206,7 +206,7 @@ class DistributedFixture(DistributedExec):
             raise UsageError(
                 f"{cls.__qualname__}: got world_size {cls.world_size!r}; a DistributedFixture takes one whole number"
             )
-        group = Group.DEFAULT if cls.init_distributed else Group.NONE
+        group = GroupMode.DEFAULT if cls.init_distributed else GroupMode.NONE
         remote = remote_fixtures.RemoteFixture(cls.__name__, cls.world_size, group, cls.exec_timeout)
         # pytest finds fixtures among the attributes of a module, where the class itself already has its own name.
         module = sys.modules[cls.__module__]

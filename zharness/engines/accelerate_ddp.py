@@ -23,11 +23,11 @@ from zharness.engines.torch_engine import (
     AUTOCAST_OPTION,
     EngineAdapter,
     TorchEngine,
-    claim,
     do_nothing,
     identity,
     leaf_parameters,
     validate_config,
+    without_refusal,
 )
 from zharness.errors import EngineContractError
 
@@ -41,7 +41,7 @@ DIRECT_BACKWARD = (
     f"loss.backward()' ({DOCUMENTATION})"
 )
 REFUSES: dict[Feature, str] = {
-    **claim(Feature.ENGINE_ACCUMULATION, ddp.REFUSES),
+    **without_refusal(Feature.ENGINE_ACCUMULATION, ddp.REFUSES),
     Feature.AUTOCAST: f"its mixed_precision also converts the model's outputs to float32 ({DOCUMENTATION})",
     Feature.WINDOW_READ_OUT: "inside accumulate() gradients are each rank's own until the last backward of the window",
     Feature.TENSOR_BACKWARD_IN_WINDOW: DIRECT_BACKWARD,

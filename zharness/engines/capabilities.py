@@ -143,13 +143,13 @@ class EngineOption:
     gathers: WeightGathers | None = None
     sharded_dtypes: frozenset[str] = frozenset()
 
-    def refusal_beside(self, schedules: Sequence[str]) -> str:
+    def explain_schedule_conflict(self, schedules: Sequence[str]) -> str:
         """Return the reason why the option cannot be set with one of these pipeline schedules, or '' if it can."""
         if not self.schedules or self.schedules.issuperset(schedules):
             return ""
         return f"it can be set beside the schedule {', '.join(sorted(self.schedules))} only"
 
-    def refusal_in(self, law: str, variant: str, model: str) -> str:
+    def explain_law_limit(self, law: str, variant: str, model: str) -> str:
         """Return the reason why a cell of this law, variant of the law and model cannot show an effect, or ''."""
         names = (law, f"{law}-{variant}")
         if self.laws and not any(fnmatchcase(name, pattern) for name in names for pattern in self.laws):
@@ -164,7 +164,7 @@ class EngineOption:
         """The number of ranks that own each element of a sharded weight while the option is set."""
         return int(self.options.get("replicas", 1))
 
-    def refusal_at(self, world_size: int, dtype: str, mesh: Mesh = DEFAULT_MESH) -> str:
+    def explain_cell_limit(self, world_size: int, dtype: str, mesh: Mesh = DEFAULT_MESH) -> str:
         """Return the reason why cells of this world size, dtype and mesh cannot set the option, or '' if they can."""
         if self.dtypes and dtype not in self.dtypes:
             return f"it can be set under {', '.join(sorted(self.dtypes))} only"

@@ -28,11 +28,11 @@ from zharness.engines.torch_engine import (
     EngineAdapter,
     TorchEngine,
     call_each,
-    claim,
     do_nothing,
     identity,
     leaf_parameters,
     validate_config,
+    without_refusal,
 )
 
 DOCUMENTATION = "https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html"
@@ -101,7 +101,7 @@ ORDER_SETTLES_REASON = (
 )
 CAPABILITIES = Capabilities(
     stages=frozenset({0}),
-    refuses=claim(Feature.AUTOCAST_SCALER, REFUSES),
+    refuses=without_refusal(Feature.AUTOCAST_SCALER, REFUSES),
     variants={**VARIANTS, **shared_options()},
     scaled_sum=SCALED_SUM_REASON,
     order_settles=ORDER_SETTLES_REASON,

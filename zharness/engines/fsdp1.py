@@ -29,13 +29,13 @@ from zharness.engines.torch_engine import (
     TORCH_REFUSES,
     EngineAdapter,
     TorchEngine,
-    claim,
     do_nothing,
     identity,
     leaf_parameters,
     register_all_reduce_hooks,
     snapshot,
     validate_config,
+    without_refusal,
 )
 from zharness.errors import ConfigError
 from zharness.reference.client.meta_init import infer_device
@@ -148,7 +148,7 @@ VARIANTS_OF_SHARDS = {
 CAPABILITIES = Capabilities(
     stages=frozenset({0, 2, 3}),
     dtypes=frozenset(PARAM_DTYPES),
-    refuses=claim(Feature.AUTOCAST_SCALER, REFUSES),
+    refuses=without_refusal(Feature.AUTOCAST_SCALER, REFUSES),
     variants=VARIANTS,
     own_model={"grouping": BLOCK},
 )

@@ -51,11 +51,11 @@ from zharness.engines.torch_engine import (
     EngineAdapter,
     TorchEngine,
     call_each,
-    claim,
     do_nothing,
     leaf_parameters,
     register_all_reduce_hooks,
     validate_config,
+    without_refusal,
 )
 from zharness.engines.torch_gathers import gather_full_tensors
 from zharness.errors import ConfigError
@@ -128,7 +128,7 @@ IS_TORCH_SUPPORTED = Version(torch.__version__).release >= (2, 8)
 CAPABILITIES = Capabilities(
     stages=frozenset({2, 3}),
     dtypes=frozenset(PARAM_DTYPES),
-    refuses=claim(Feature.AUTOCAST_SCALER, REFUSES),
+    refuses=without_refusal(Feature.AUTOCAST_SCALER, REFUSES),
     variants=OPTIONS_AT_EVERY_STAGE,
     absent="" if IS_TORCH_SUPPORTED else explain_unsupported_torch(torch.__version__),
     own_model={"grouping": BLOCK},  # the usual grouping of large models

@@ -123,7 +123,7 @@ class ReferenceEngine:
     def observe(self) -> Observations:
         rates = tuple(float(group["lr"]) for group in self.engine.optimizer.param_groups)
         engine = self.engine
-        resources = Resources(**engine.held_bytes())
+        resources = Resources(**engine.allocated_bytes())
         traffic = Traffic(engine.comm.logical_bytes(), engine.peak_gathered_bytes())
         sent_elements = {
             f"{kind.value} {_dtype_name(dtype)}": tally.elements for (kind, dtype), tally in engine.comm.tallies.items()

@@ -65,7 +65,7 @@ TORCH_REFUSES: Mapping[Feature, str] = {
 }
 
 
-def claim(feature: Feature, refuses: Mapping[Feature, str]) -> dict[Feature, str]:
+def without_refusal(feature: Feature, refuses: Mapping[Feature, str]) -> dict[Feature, str]:
     """Return ``refuses`` without ``feature``."""
     return {refused: reason for refused, reason in refuses.items() if refused is not feature}
 

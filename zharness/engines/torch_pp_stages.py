@@ -66,12 +66,12 @@ class TiedWeights:
         self._params, self._group = params, group
         self._owners = {name: ranks for name, ranks in owners.items() if len(ranks) > 1}
         self._kinds = {name: kinds[ranks[0]][name] for name, ranks in self._owners.items()}
-        self._kept: dict[str, Tensor | None] = {}
+        self._earlier_grads: dict[str, Tensor | None] = {}
 
     def begin_batch(self) -> None:
         """Set the gradients of earlier batches aside, because they are summed over the copies already."""
         own = [name for name in self._owners if name in self._params]
-        self._kept = {name: self._params[name].grad for name in own}
+        self._earlier_grads = {name: self._params[name].grad for name in own}
         for name in own:
             self._params[name].grad = None
 
@@ -86,7 +86,7 @@ class TiedWeights:
             if name in used:
                 dist.all_reduce(local_tensor(grad), group=self._group)
             if param is not None:
-                kept = self._kept[name]
+                kept = self._earlier_grads[name]
                 param.grad = kept if name not in used else grad if kept is None else kept + grad
 
     def _find_used(self) -> set[str]:

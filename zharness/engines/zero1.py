@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from zharness.engines import ddp, optimizers
 from zharness.engines.protocol import EngineConfig, Feature, OptimizerSpec
-from zharness.engines.torch_engine import TorchEngine, claim, validate_config
+from zharness.engines.torch_engine import TorchEngine, validate_config, without_refusal
 
 if TYPE_CHECKING:
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -33,7 +33,7 @@ REFUSED_FEATURES = {
 CAPABILITIES = replace(
     ddp.CAPABILITIES,
     stages=frozenset({1}),
-    refuses=claim(Feature.AUTOCAST_SCALER, REFUSED_FEATURES),
+    refuses=without_refusal(Feature.AUTOCAST_SCALER, REFUSED_FEATURES),
     variants=ddp.VARIANTS,
 )
 

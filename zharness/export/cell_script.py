@@ -30,7 +30,7 @@ from zharness.laws.torch_func import align_weights, measure_weight_alignment
 from zharness.mesh import TENSOR
 from zharness.parity.certificate import is_power_of_two
 from zharness.parity.junctions import insert_junction
-from zharness.run.configuration import cell_setting, configuration_for, configuration_on
+from zharness.run.configuration import cell_setting, load_variant_configuration, translate_configuration
 from zharness.run.observe_and_judge import engine_options
 from zharness.run.record import Record, Verdict
 from zharness.workload import ModelSpec, model_spec, models
@@ -92,7 +92,7 @@ def is_judged_by_law(cell: Cell, claims: Capabilities) -> bool:
     A short script runs plain PyTorch in fp32 or bf16 without autocast, and bounds a reduction in the cell's dtype.
     Under other settings it would reject an engine that is right.
     """
-    options, facts = engine_options(cell, claims), configuration_on(cell.engine, cell.engine_variant)
+    options, facts = engine_options(cell, claims), translate_configuration(cell.engine, cell.engine_variant)
     if replace(cell_setting(cell.engine_variant), options=()) != DEFAULT_SETTING:
         return True
     if explain_long_script(get_law(cell.law), cell.dtype, cell.engine):
@@ -127,7 +127,7 @@ def build_settings(cell: Cell, salt: int, steps: LawSteps, claims: Capabilities)
         element_count=sum(p.numel() for p in model_spec(cell.model).model(cell.seed(salt)).parameters()),
         variant=cell.variant,
         options=engine_options(cell, claims),
-        training=repr(configuration_for(cell.engine_variant).training),
+        training=repr(load_variant_configuration(cell.engine_variant).training),
         dtype_name=cell.dtype,
         dtype=DTYPES[cell.dtype],
         reduce_dtype=DTYPES[claims.reduce_dtypes.get(cell.dtype, cell.dtype)],

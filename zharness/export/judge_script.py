@@ -43,7 +43,7 @@ from zharness.parity.baseline import Baseline, CastCache
 from zharness.parity.contamination import ProcessConditions, read_process_conditions
 from zharness.parity.junctions import with_junctions
 from zharness.parity.snapshot import EvidenceWriter, RankEvidence
-from zharness.run.configuration import cell_setting, configuration_for
+from zharness.run.configuration import cell_setting, load_variant_configuration
 from zharness.run.observe_and_judge import choose_cast_cache, engine_options
 from zharness.run.program_runner import SEED, program_options
 from zharness.workload.program_model import program_model_spec
@@ -168,7 +168,7 @@ def build_cell_script_spec(cell: Cell, salt: int, claims: Capabilities, model: R
     """
     law, configuration, options = (
         get_law(cell.law),
-        configuration_for(cell.engine_variant),
+        load_variant_configuration(cell.engine_variant),
         engine_options(cell, claims),
     )
     scale, reduce_dtype = LOSS_SCALES[cell.dtype], claims.reduce_dtypes.get(cell.dtype)

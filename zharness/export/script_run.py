@@ -24,7 +24,7 @@ from zharness.run.program_runner import judge_programs, observe_programs
 from zharness.run.record import Verdict
 from zharness.run.verdicts import conclude_judgement
 from zharness.workload.program_text import parse_program
-from zharness.world import Group, RankServer, RankTask
+from zharness.world import GroupMode, RankServer, RankTask
 from zharness.world.server import prepare_process
 
 REPRODUCED = "repro: REPRODUCED"
@@ -50,7 +50,7 @@ def run_cell(cell_id: str, seed: int, signature: str, ok: str) -> int:
     def observe_cell(folder: str, claims: Capabilities) -> RankTask:
         """Observe the cell on this rank, and return the task that judges the evidence."""
         observe(cell, seed, folder, claims, {})
-        return RankTask(judge, (cell, seed, folder, claims), timeout=JUDGE_TIMEOUT, group=Group.NONE)
+        return RankTask(judge, (cell, seed, folder, claims), timeout=JUDGE_TIMEOUT, group=GroupMode.NONE)
 
     return run_and_judge(cell.engine, cell.stage, observe_cell, ScriptEnding(signature, ok))
 
@@ -62,7 +62,7 @@ def run_program(engine: str, text: str, signature: str, ok: str, mesh: str = "",
     def observe_it(folder: str, claims: Capabilities) -> RankTask:
         """Run the program on this rank, and return the task that judges the evidence."""
         observe_programs(engine, (program,), folder, claims)
-        return RankTask(judge_programs, ((program,), folder, claims), timeout=JUDGE_TIMEOUT, group=Group.NONE)
+        return RankTask(judge_programs, ((program,), folder, claims), timeout=JUDGE_TIMEOUT, group=GroupMode.NONE)
 
     return run_and_judge(engine, program.stage, observe_it, ScriptEnding(signature, ok))
 

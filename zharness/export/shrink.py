@@ -301,10 +301,10 @@ def iter_smaller_programs(record: Record, claims: Capabilities, salt: int) -> It
     if form is None:
         return
     place = make_program_cell(cell, claims, salt)
-    words = form.choose(cell.variant, place)
+    program_text = form.choose(cell.variant, place)
     ended = _PROGRAM_SUFFIX.search(_COORDINATES.sub("", record.cause))
-    seen = [ended[2]] if ended and ended[2] != words else []
-    for program in (*seen, *form.iter_smaller(place, words)):
+    seen = [ended[2]] if ended and ended[2] != program_text else []
+    for program in (*seen, *form.iter_smaller(place, program_text)):
         yield replace(cell, variant=join_variant(place.variant, program))
 
 

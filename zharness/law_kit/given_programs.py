@@ -19,9 +19,9 @@ def split_variant(name: str) -> tuple[str, str]:
     return (match[1], match[2]) if match else (name, "")
 
 
-def join_variant(name: str, words: str) -> str:
-    """Return the name of a law variant with the program ``words``."""
-    return f"{name}({words})"
+def join_variant(name: str, program_text: str) -> str:
+    """Return the name of a law variant with the program ``program_text``."""
+    return f"{name}({program_text})"
 
 
 @dataclass(frozen=True)
@@ -54,20 +54,20 @@ class ProgramForm:
 
     def require_legal(self, name: str, cell: ProgramCell) -> None:
         """Raise UsageError for a program that the variant ``name`` gives and that the engine cannot run."""
-        words = split_variant(name)[1]
-        legal = self.make_legal(cell, words) if words else words
-        if legal != words:
-            pairs = zip_longest(words.split(), legal.split())
+        program_text = split_variant(name)[1]
+        legal = self.make_legal(cell, program_text) if program_text else program_text
+        if legal != program_text:
+            pairs = zip_longest(program_text.split(), legal.split())
             first = next(word for word, kept in pairs if word != kept)
             raise UsageError(
-                f"got the program {words!r}, in which {first!r} is not legal; expected only calls that are legal after "
-                f"those before them and that the engine claims, such as {legal or self.draw(cell)!r}"
+                f"got the program {program_text!r}, in which {first!r} is not legal; expected only calls that are "
+                f"legal after those before them and that the engine claims, such as {legal or self.draw(cell)!r}"
             )
 
-    def iter_smaller(self, cell: ProgramCell, words: str) -> Iterator[str]:
-        """Yield legal programs that are smaller than ``words``, the largest reductions first, each once."""
-        seen = {words, ""}
-        for candidate in self.cut(cell, words):
+    def iter_smaller(self, cell: ProgramCell, program_text: str) -> Iterator[str]:
+        """Yield legal programs that are smaller than ``program_text``, the largest reductions first, each once."""
+        seen = {program_text, ""}
+        for candidate in self.cut(cell, program_text):
             legal = self.make_legal(cell, candidate)
             if legal not in seen:
                 seen.add(legal)

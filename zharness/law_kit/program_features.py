@@ -75,7 +75,7 @@ def explain_unusable_options(program: Program, capabilities: Capabilities) -> st
     for name in program.options:
         if name not in options:
             raise UsageError.unknown_name("option of the engine at this stage", name, sorted(options))
-        refusal = options[name].refusal_at(program.world_size, program.dtype, program.mesh)
+        refusal = options[name].explain_cell_limit(program.world_size, program.dtype, program.mesh)
         if refusal:
             return f"the option {name}: {refusal}"
     return find_exclusion({name: options[name] for name in program.options})

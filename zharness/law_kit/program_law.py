@@ -34,9 +34,9 @@ def observe_any_order(ctx: RankContext) -> None:
     """
     name, _ = split_variant(ctx.variant)
     cell = ProgramCell(ctx.spec.name, name, ctx.seed, ctx.config.dtype, ctx.capabilities)
-    words, template = VERB_PROGRAMS.choose(ctx.variant, cell), get_template(cell.model, ctx.variant)
-    program = template.make_program_of_verbs(parse_verbs(words), cell.dtype)
-    ctx.record("verbs", {"text": torch.tensor([*words.encode()], dtype=torch.uint8)})
+    program_text, template = VERB_PROGRAMS.choose(ctx.variant, cell), get_template(cell.model, ctx.variant)
+    program = template.make_program_of_verbs(parse_verbs(program_text), cell.dtype)
+    ctx.record("verbs", {"text": torch.tensor([*program_text.encode()], dtype=torch.uint8)})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(ctx.rank)
         ctx.record("switches", read_process_state(), 0)
@@ -58,9 +58,9 @@ def get_template(model: str, variant: str) -> ProgramTemplate:
     return TEMPLATES_BY_MODEL[model][split_variant(variant)[0]]
 
 
-def parse_verbs(words: str) -> tuple[Verb, ...]:
+def parse_verbs(program_text: str) -> tuple[Verb, ...]:
     """Return the verbs of a program. Raises UsageError for a word that is no verb."""
-    return tuple(map(parse_verb, words.split()))
+    return tuple(map(parse_verb, program_text.split()))
 
 
 def draw_verbs(cell: ProgramCell) -> str:
@@ -69,17 +69,17 @@ def draw_verbs(cell: ProgramCell) -> str:
     return join_words(template.make_program(cell.seed, cell.dtype, cell.claims).verbs)
 
 
-def make_verbs_legal(cell: ProgramCell, words: str) -> str:
+def make_verbs_legal(cell: ProgramCell, program_text: str) -> str:
     """Return the verbs that plain PyTorch allows in their order, or '' if the engine does not claim their features."""
     template = get_template(cell.model, cell.variant)
-    verbs = legal_verbs((), parse_verbs(words), window=template.window)
+    verbs = legal_verbs((), parse_verbs(program_text), window=template.window)
     needed = find_required_features(template.make_program_of_verbs(verbs, cell.dtype))
     return "" if any(cell.claims.refusal(feature) is not None for feature in needed) else join_words(verbs)
 
 
-def cut_verbs(cell: ProgramCell, words: str) -> Iterator[str]:
+def cut_verbs(cell: ProgramCell, program_text: str) -> Iterator[str]:
     """Yield versions of the program without some of its verbs, and versions without one mark."""
-    program = get_template(cell.model, cell.variant).make_program_of_verbs(parse_verbs(words), cell.dtype)
+    program = get_template(cell.model, cell.variant).make_program_of_verbs(parse_verbs(program_text), cell.dtype)
     yield from (join_words(smaller.verbs) for smaller in program_cuts(program))
 
 

@@ -54,22 +54,22 @@ def note_types(pack: Pack) -> tuple[Pack, list[type]]:
     An engine may train a deep copy of the model. The copy calls the same function, because deepcopy copies no
     functions.
     """
-    made: list[type] = []
+    packed_types: list[type] = []
 
     def pack_and_note(output: Tensor, extra: Tensor) -> Any:
         """Return the container, and note its type."""
         packed = pack(output, extra)
-        made.append(type(packed))
+        packed_types.append(type(packed))
         return packed
 
-    return pack_and_note, made
+    return pack_and_note, packed_types
 
 
-def require_type(packed: Any, made: type) -> None:
-    """Raise EngineContractError if the engine's container ``packed`` is not of the model's type ``made``."""
-    if type(packed) is not made:
+def require_type(packed: Any, packed_type: type) -> None:
+    """Raise EngineContractError if the engine's container ``packed`` is not of the model's type ``packed_type``."""
+    if type(packed) is not packed_type:
         raise EngineContractError(
-            f"the model returned a {made.__name__}, and the engine's forward a {type(packed).__name__}"
+            f"the model returned a {packed_type.__name__}, and the engine's forward a {type(packed).__name__}"
         )
 
 
@@ -78,10 +78,10 @@ def run_forward(participant: Participant, pack: Pack) -> Any:
 
     Raises EngineContractError if the engine returns a container of another type than the model.
     """
-    pack_and_note, made = note_types(pack)
+    pack_and_note, packed_types = note_types(pack)
     packed = participant.call(participant.inputs(), pack=pack_and_note)
-    if made:
-        require_type(packed, made[-1])
+    if packed_types:
+        require_type(packed, packed_types[-1])
     return packed
 
 

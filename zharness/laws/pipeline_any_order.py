@@ -34,7 +34,7 @@ from zharness.workload.programs import join_words
 
 
 @dataclass
-class Caller:
+class ProgramRunner:
     """Runs the calls of a program, and records the results of each call; all ranks share ``folder``.
 
     ``version`` is the number under which weights and state were last recorded, and ``saves`` the number of checkpoints.
@@ -56,15 +56,15 @@ class Caller:
         elif call.kind is CallKind.ZERO_GRAD:
             self.engine.zero_grad()
         elif call.kind is CallKind.LOOK:
-            self.look(position)
+            self.record_readout(position)
         elif call.kind in (CallKind.FREEZE, CallKind.THAW):
             self.find_weight(call).requires_grad_(call.kind is CallKind.THAW)
         else:
-            self.change(position, call)
+            self.run_update(position, call)
             self.version += 1
             self.record_version()
 
-    def change(self, position: int, call: Call) -> None:
+    def run_update(self, position: int, call: Call) -> None:
         """Run a call that changes weights or state, or that could change them by mistake."""
         if call.kind is CallKind.STEP:
             self.engine.step()
@@ -87,7 +87,7 @@ class Caller:
         """
         return self.engine.module.get_parameter(select_parameter(self.ctx.spec, self.ctx.seed, call))
 
-    def look(self, position: int) -> None:
+    def record_readout(self, position: int) -> None:
         """Read gradients, weights and state again, and record them."""
         self.ctx.record("grads", self.engine.full_grads(), position)
         self.ctx.record("looked", self.engine.full_params(), position)
@@ -115,7 +115,7 @@ def observe_any_order(ctx: RankContext) -> None:
         clip=template.clip,
     )
     with shared_folder() as folder:
-        caller = Caller(ctx, engine, folder)
+        caller = ProgramRunner(ctx, engine, folder)
         caller.record_version()
         for position, call in enumerate(calls, start=1):
             caller.run(position, call)

@@ -49,14 +49,14 @@ class DropsWhatTheNextBackwardLeaves(EngineWrapper):
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
         self.pending: set[nn.Parameter] = set()
-        self.used: set[nn.Parameter] = set()
+        self.used_parameters: set[nn.Parameter] = set()
         for parameter in self.module.parameters():
             if parameter.requires_grad:
                 parameter.register_hook(partial(self.add, parameter))  # type: ignore[no-untyped-call]
 
     def add(self, parameter: nn.Parameter, _grad: Tensor) -> None:
         """Record that the running backward uses ``parameter``."""
-        self.used.add(parameter)
+        self.used_parameters.add(parameter)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -65,9 +65,9 @@ class DropsWhatTheNextBackwardLeaves(EngineWrapper):
         self.pending = set(self.parameters_with_grad())
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        self.used = set()
+        self.used_parameters = set()
         self.base.backward(loss, retain_graph=retain_graph)
-        for parameter in self.pending - self.used:
+        for parameter in self.pending - self.used_parameters:
             parameter.grad = None
         self.pending = set()
 

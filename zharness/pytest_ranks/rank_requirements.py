@@ -12,10 +12,10 @@ from zharness.errors import UsageError
 from zharness.pytest_ranks.options import get_option
 from zharness.pytest_ranks.plugin_support import get_plugin_timeout
 from zharness.world.limits import check_world_size
-from zharness.world.task import CollectiveMode, Group, Isolation
+from zharness.world.task import CollectiveMode, GroupMode, Isolation
 
 # "kept" reuses the process group of the previous test in a rank pool; fresh ranks have none and form a new one.
-GROUPS_BY_NAME = {"kept": Group.REUSED, "new": Group.DEFAULT, "none": Group.NONE}
+GROUPS_BY_NAME = {"kept": GroupMode.REUSED, "new": GroupMode.DEFAULT, "none": GroupMode.NONE}
 DEFAULT_TIMEOUT = 60.0  # seconds
 WORLD_SIZE_PARAM = "_world"  # test parameter with the world size, so that test ids contain it
 
@@ -29,7 +29,7 @@ class RankRequirements:
 
     world_size: int
     isolation: Isolation
-    group: Group
+    group: GroupMode
     timeout: float
     collectives: CollectiveMode
     warm_engine: str
@@ -126,7 +126,7 @@ def parse_world_size(item: pytest.Item) -> int | None:
     return sizes[0]
 
 
-def parse_isolation(item: pytest.Item) -> tuple[Isolation, Group]:
+def parse_isolation(item: pytest.Item) -> tuple[Isolation, GroupMode]:
     """Return the isolation and the process group that the marker ``isolation`` or else ``--isolation`` requests.
 
     An example of the marker is ``isolation("pooled", group="new")``. Raises UsageError if the marker is invalid.

@@ -30,7 +30,7 @@ from zharness.errors import UsageError
 from zharness.pytest_ranks.merge_reports import merge_reports
 from zharness.pytest_ranks.rank_requirements import RankRequirements
 from zharness.world import GroupOutcome, Isolation, is_rank
-from zharness.world.task import Group
+from zharness.world.task import GroupMode
 
 # On an item: the name of the remote fixture that this rank sets up; empty on the ranks of the test itself.
 RUNNING_FIXTURE = pytest.StashKey[str]()
@@ -45,7 +45,7 @@ class RemoteFixture:
 
     name: str
     world_size: int
-    group: Group = Group.DEFAULT
+    group: GroupMode = GroupMode.DEFAULT
     timeout: float | None = None
 
     def adapt_requirements(self, requirements: RankRequirements) -> RankRequirements:

@@ -27,7 +27,7 @@ from zharness.world.messages import RankStatus
 from zharness.world.outcome import CapturedOutput, RankEnd, RankOutcome
 from zharness.world.process_group import PEER_LOST_MESSAGES
 from zharness.world.store import StoreChannel
-from zharness.world.task import Group
+from zharness.world.task import GroupMode
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class TorchrunTestController(RankTestController):
             item.add_marker(pytest.mark.skip("shared_tmp_path: the machines of this launch share no file system"))
             runtestprotocol(item, nextitem=None)
             return
-        group = Group.NONE if requirements.group is Group.NONE else Group.DEFAULT
+        group = GroupMode.NONE if requirements.group is GroupMode.NONE else GroupMode.DEFAULT
         self._current_item = item
         super()._run_rank_test(item, nextitem, replace(requirements, isolation=Isolation.FRESH, group=group))
         self._current_item = None

@@ -347,12 +347,12 @@ class Engine:
         size, ranks = self.comm.world_size, range(self.comm.all_ranks.world_size)
         return {n: tuple(p.layout.shard_bounds(r % size) for r in ranks) for n, p in self.model_params.items()}
 
-    def held_bytes(self) -> dict[str, int]:
+    def allocated_bytes(self) -> dict[str, int]:
         """Return the bytes of parameters, gradients and optimizer state (with master weights) on this rank."""
         return {kind: memory.storage_bytes(tensors) for kind, tensors in self._tensors_by_kind().items()}
 
     def memory_report(self) -> dict[str, dict[str, int]]:
-        """Return the bytes of ``held_bytes`` for each dtype, for example ``{"parameters": {"bfloat16": 1024}}``."""
+        """Return the bytes of ``allocated_bytes`` by dtype, for example ``{"parameters": {"bfloat16": 1024}}``."""
         return {kind: memory.storage_bytes_by_dtype(tensors) for kind, tensors in self._tensors_by_kind().items()}
 
     def _tensors_by_kind(self) -> dict[str, list[Any]]:

@@ -13,7 +13,7 @@ from zharness.laws import LOSS_SCALES, Law, find_laws
 from zharness.mesh import CONTEXT, TENSOR, Mesh
 from zharness.parity import Tier
 from zharness.parity.certificate import is_power_of_two
-from zharness.run.configuration import cell_setting, configuration_on
+from zharness.run.configuration import cell_setting, translate_configuration
 from zharness.run.mesh_claims import explain_missing_data_option, is_split_exactly, needs_mesh, reason_mesh_not_stated
 from zharness.workload import model_spec
 from zharness.workload.user_model import is_user_model
@@ -112,12 +112,12 @@ def reason_setting_not_stated(law: Law, cell: Cell, capabilities: Capabilities) 
             return f"{cell.engine} cannot have the option {name} on a mesh with the axis {axis}"
         option = known[name]
         if refusal := (
-            option.refusal_at(cell.world_size, cell.storage_dtype, cell.mesh)
-            or option.refusal_in(cell.law, cell.variant, cell.model)
-            or option.refusal_beside(law.get_variant(cell.variant).schedules)
+            option.explain_cell_limit(cell.world_size, cell.storage_dtype, cell.mesh)
+            or option.explain_law_limit(cell.law, cell.variant, cell.model)
+            or option.explain_schedule_conflict(law.get_variant(cell.variant).schedules)
         ):
             return f"this cell cannot set the option {name}: {refusal}"
-    unknown = capabilities.unknown_option(configuration_on(cell.engine, cell.engine_variant).options)
+    unknown = capabilities.unknown_option(translate_configuration(cell.engine, cell.engine_variant).options)
     if unknown:
         return f"{cell.engine} does not know an option of {cell.engine_variant}: {unknown}"
     if capabilities.engine_windows and setting.has_direct_backwards(law.setting_support):

@@ -22,15 +22,15 @@ class CellGroup(NamedTuple):
     model: str
 
 
-Group = Callable[[PlannedCell], CellGroup]
+CellGrouping = Callable[[PlannedCell], CellGroup]
 
 
-def by_pool(planned: PlannedCell) -> CellGroup:
+def group_by_pool(planned: PlannedCell) -> CellGroup:
     """Return the pool and the model of a cell: a runner takes all cells of one group before those of another group."""
     return CellGroup(rank_pool(planned.cell), planned.cell.model)
 
 
-def in_order(planned: PlannedCell) -> CellGroup:
+def single_group(planned: PlannedCell) -> CellGroup:
     """Return the same group for every cell, so that runners take the cells in their given order."""
     return CellGroup("", "")
 
@@ -38,7 +38,7 @@ def in_order(planned: PlannedCell) -> CellGroup:
 class CellQueue:
     """The cells that no runner has taken, by group; threads may take cells at the same time."""
 
-    def __init__(self, cells: Iterable[PlannedCell], group: Group) -> None:
+    def __init__(self, cells: Iterable[PlannedCell], group: CellGrouping) -> None:
         self._lock = Lock()
         self._left: dict[CellGroup, deque[PlannedCell]] = {}
         self._group_of: dict[Hashable, CellGroup] = {}  # the group from which each runner took its last cell

@@ -19,7 +19,7 @@ from zharness.cell import Cell, is_cell_id
 from zharness.device import choose_job_count
 from zharness.engines.warm_up import GetEnvironment
 from zharness.run import PlannedCell, Record, Request, Runner, observe_and_judge
-from zharness.run.cell_queue import CellQueue, Group, by_pool, in_order
+from zharness.run.cell_queue import CellGrouping, CellQueue, group_by_pool, single_group
 from zharness.run.changed_cells import ChangeSelection, select_changed_cells
 from zharness.run.expected_failures import ExpectedFailure
 from zharness.run.interrupts import ignore_interrupts
@@ -149,9 +149,9 @@ class RunOptions:
         return sorted(cells, key=lambda cell: order[rank_pool(cell.cell)])
 
     @property
-    def group(self) -> Group:
+    def group(self) -> CellGrouping:
         """The function that groups cells, of which a runner prefers one group: by pool, unless the order is fixed."""
-        return by_pool if self.changes is None and self.shuffle_seed is None else in_order
+        return group_by_pool if self.changes is None and self.shuffle_seed is None else single_group
 
     def job_count(self) -> int:
         """Return the number of cells to run at a time; by default one per core."""
@@ -330,7 +330,7 @@ def requested_engines(request: Request) -> list[str]:
 
 
 def run_cells(
-    cells: Sequence[PlannedCell], runners: Sequence[Runner], stop: Stop = NEVER, group: Group = in_order
+    cells: Sequence[PlannedCell], runners: Sequence[Runner], stop: Stop = NEVER, group: CellGrouping = single_group
 ) -> Iterator[Record]:
     """Run the cells on free runners, each of which prefers cells of one ``group``, and yield records as cells end.
 

@@ -256,18 +256,18 @@ def parse_dtype(name: str, key: str, value: object) -> torch.dtype:
     return DTYPES[text]
 
 
-def configuration_for(engine_variant: str) -> Configuration:
+def load_variant_configuration(engine_variant: str) -> Configuration:
     """Load the configuration of an engine variant; return an empty configuration if the variant is not a file."""
     return load_configuration(engine_variant) if is_config_file(engine_variant) else Configuration()
 
 
-def configuration_on(engine: str, engine_variant: str) -> Configuration:
+def translate_configuration(engine: str, engine_variant: str) -> Configuration:
     """Load the configuration of an engine variant, and translate its options to those of ``engine``.
 
     Keys without a meaning on this engine are among ``ignored_keys``. Raises ConfigError for a key that DeepSpeed does
     not have.
     """
-    config = configuration_for(engine_variant)
+    config = load_variant_configuration(engine_variant)
     if not is_config_file(engine_variant):
         return config
     translated = translate_options(engine, engine_variant, config.options)

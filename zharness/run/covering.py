@@ -132,7 +132,7 @@ class Axes:
         """Return whether a cell of this stage, world size and dtype can set the options ``names`` together."""
         known = self.claims_at[stage].engine_options
         return all(
-            name in known and not known[name].refusal_at(world_size, dtype_of_storage(dtype)) for name in names
+            name in known and not known[name].explain_cell_limit(world_size, dtype_of_storage(dtype)) for name in names
         ) and not find_exclusion({name: known[name] for name in names})
 
 

@@ -18,7 +18,12 @@ from zharness.laws import get_law
 from zharness.mesh import DEFAULT_MESH, Mesh
 from zharness.run import PlannedCell, Record, Request, Runner, plan
 from zharness.run.check_loop import RunOptions, collect_records, run_cells
-from zharness.run.configuration import configuration_for, configuration_on, explain_ignored_key, is_config_file
+from zharness.run.configuration import (
+    explain_ignored_key,
+    is_config_file,
+    load_variant_configuration,
+    translate_configuration,
+)
 from zharness.run.mesh_claims import require_mesh_at_some_stage
 from zharness.run.model_facts import (
     ModelFacts,
@@ -78,7 +83,7 @@ class ModelCheckRequest:
         """Build the request for the cells. Raises UsageError for a configuration that is not a JSON file."""
         if self.config and not is_config_file(self.config):
             raise UsageError(f"got the configuration {self.config!r}; expected a JSON file whose name ends in .json")
-        config = configuration_for(self.config)
+        config = load_variant_configuration(self.config)
         stages = self.stages or (() if config.stage is None else (config.stage,))
         dtype = self.dtype or config.dtype or "fp32"
         models, sizes = (self.model,), (self.world_size,)
@@ -224,7 +229,7 @@ def report_configuration(check_request: ModelCheckRequest, report_status: Report
             f"the law set {check_request.law_set} leaves out {len(left_out)} law variants; "
             f"`zharness laws diff {check_request.law_set}` lists them"
         )
-    config = configuration_on(check_request.engine, check_request.config)
+    config = translate_configuration(check_request.engine, check_request.config)
     for key in config.ignored_keys:
         report_status(f"{check_request.config}: {key} is ignored: {explain_ignored_key(key)}")
     for notice in config.notices:
@@ -350,7 +355,7 @@ def is_relevant(cell: Cell, facts: ModelFacts, claims: ClaimsLookup) -> bool:
     if law.is_calibrated or law.only_own_kernels:
         # With torch's kernels local gradients are compared bitwise, and a calibrated comparison adds nothing.
         return cell.stage in claims(cell.engine, cell.stage).on_mesh(cell.mesh).own_kernels
-    return not (law.sets_autocast and configuration_for(cell.engine_variant).autocast_dtype is not None)
+    return not (law.sets_autocast and load_variant_configuration(cell.engine_variant).autocast_dtype is not None)
 
 
 def runs_configured_training(cell: Cell) -> bool:

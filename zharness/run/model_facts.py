@@ -20,7 +20,7 @@ from zharness.mesh import DEFAULT_MESH, TENSOR, Mesh
 from zharness.parity.baseline import Baseline, LocalResult, is_joined_model, run_backward
 from zharness.parity.sample_draws import SharedDrawError
 from zharness.parity.sample_runs import SampleRuns
-from zharness.run.configuration import configuration_for
+from zharness.run.configuration import load_variant_configuration
 from zharness.run.machine_speed import MachineSpeed, measure_machine_speed
 from zharness.run.model_memory import GIB, ModelSize, build_within_memory
 from zharness.run.observe_and_judge import build_cell_context, raise_as_usage_error
@@ -111,7 +111,7 @@ def measure_model(
     require_deterministic_factory(get_user_model(name), UserModel(name, resolve_factory(name)))
     require_seeded_batches(spec)
     baseline = Baseline(
-        spec, SEED, 1, DTYPES[dtype], LOSS_SCALES[dtype], configuration_for(engine_variant).autocast_dtype
+        spec, SEED, 1, DTYPES[dtype], LOSS_SCALES[dtype], load_variant_configuration(engine_variant).autocast_dtype
     )
     with raise_as_usage_error(f"plain PyTorch on the model of {name}{describe_conversion(model, dtype)}"):
         first = baseline.run_rank(0, 0)  # not timed: the first run of a process takes longer

@@ -98,7 +98,7 @@ class ModelSize:
         optimizer_bytes = max(self.trained_bytes, FLOAT32_BYTES * self.trained_parameters)
         copies = RANK_OPTIMIZER_COPIES + (RANK_MASTER_COPIES if self.has_masters else 0)
         weights = RANK_COPIES * self.trained_bytes + RANK_FROZEN_COPIES * (self.frozen_bytes + self.buffer_bytes)
-        return weights + copies * optimizer_bytes + self.kept_bytes() + PROCESS_BYTES
+        return weights + copies * optimizer_bytes + self.reserved_bytes() + PROCESS_BYTES
 
     def judge_bytes(self, world_size: int = 2) -> int:
         """Return the memory, in bytes, of the judge, which trains plain PyTorch and compares tensors."""
@@ -109,9 +109,9 @@ class ModelSize:
         weights = copies * self.trained_bytes + JUDGE_FROZEN_COPIES * (self.frozen_bytes + self.buffer_bytes)
         unchanged = JUDGE_FROZEN_FLOAT64_COPIES * (self.frozen_parameters + self.buffers)
         wide = wide_copies * self.trained_parameters + unchanged
-        return weights + FLOAT64_BYTES * wide + self.kept_bytes() + PROCESS_BYTES
+        return weights + FLOAT64_BYTES * wide + self.reserved_bytes() + PROCESS_BYTES
 
-    def kept_bytes(self) -> int:
+    def reserved_bytes(self) -> int:
         """Return the freed memory that one process keeps for its next allocations, in bytes."""
         return min(KEPT_HEAP_BYTES, KEPT_COPIES * self.trained_bytes)
 

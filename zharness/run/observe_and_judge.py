@@ -35,7 +35,7 @@ from zharness.parity.junctions import with_junctions
 from zharness.parity.mismatch_report import MismatchReport, TrainingCurve, build_mismatch_report
 from zharness.parity.snapshot import EvidenceWriter, open_evidence_writer, read_evidence
 from zharness.raising_frame import describe_exception
-from zharness.run.configuration import cell_setting, configuration_for, configuration_on, is_config_file
+from zharness.run.configuration import cell_setting, is_config_file, load_variant_configuration, translate_configuration
 from zharness.workload import ModelSpec, model_spec
 from zharness.workload.shipped_plans import read_shipped_plan
 from zharness.workload.user_model import is_user_model
@@ -105,7 +105,7 @@ def build_cell_context(
         ep_plan=tuple(spec.ep_plan),
         cp_plan=spec.cp_plan,
     )
-    training = configuration_for(cell.engine_variant).training
+    training = load_variant_configuration(cell.engine_variant).training
     return build_rank_context(
         cell.engine,
         spec,
@@ -136,7 +136,7 @@ def engine_options(cell: Cell, capabilities: Capabilities) -> Mapping[str, Any]:
     """
     defaults = capabilities.own_model if is_user_model(cell.model) else {}
     if not cell.engine_variant or is_config_file(cell.engine_variant):
-        return merge_options(defaults, configuration_on(cell.engine, cell.engine_variant).options)
+        return merge_options(defaults, translate_configuration(cell.engine, cell.engine_variant).options)
     options: dict[str, Any] = dict(defaults)
     for name in cell_setting(cell.engine_variant).options:
         options = merge_options(options, capabilities.engine_options[name].options)
@@ -190,7 +190,7 @@ def build_rank_context(
 def build_baseline(cell: Cell, salt: int, capabilities: Capabilities) -> Baseline:
     """Build the baseline of a cell."""
     spec, dtype, scale = baseline_spec(cell, capabilities), DTYPES[cell.storage_dtype], LOSS_SCALES[cell.storage_dtype]
-    autocast = configuration_for(cell.engine_variant).autocast_dtype
+    autocast = load_variant_configuration(cell.engine_variant).autocast_dtype
     data_size = cell.mesh.data_size(cell.world_size)
     casts = choose_cast_cache(cell.stage, capabilities)
     products = choose_products(cell.dtype)
@@ -255,7 +255,7 @@ def judge_against_baseline(baseline: Baseline, cell: Cell, evidence_dir: str, ca
     require_clean_torch(conditions)
     claims = claims_with_setting(cell, capabilities)
     ctx = build_judge_context(baseline, Path(evidence_dir), cell.storage_dtype, claims, cell.variant, cell.mesh)
-    config = configuration_on(cell.engine, cell.engine_variant)
+    config = translate_configuration(cell.engine, cell.engine_variant)
     ctx = replace(
         ctx,
         training=config.training,

@@ -36,7 +36,7 @@ from zharness.run.verdicts import (
 from zharness.workload.program_model import program_model_spec
 from zharness.workload.program_text import DEFAULT_SETTINGS
 from zharness.workload.programs import Program
-from zharness.world import Group, Isolation, RankServer, RankTask
+from zharness.world import GroupMode, Isolation, RankServer, RankTask
 from zharness.world.rank import seed_torch
 from zharness.world.server import RankEnvironment
 
@@ -257,7 +257,7 @@ class ProgramRunner:
             (engine, programs, evidence_dir, capabilities),
             world_size,
             self.timeout,
-            group=Group.REUSED,
+            group=GroupMode.REUSED,
             isolation=isolation,
             pool=f"stage {stage} {programs[0].mesh.label}",
         )
@@ -271,7 +271,7 @@ class ProgramRunner:
             judge_programs,
             (programs, evidence_dir, capabilities),
             timeout=JUDGE_TIMEOUT,
-            group=Group.NONE,
+            group=GroupMode.NONE,
             isolation=Isolation.POOLED,
         )
         judged = self._judge_server.submit(judge_task)
@@ -282,7 +282,11 @@ class ProgramRunner:
     def _find_finite_part(self, programs: tuple[Program, ...]) -> FinitePart | None:
         """Return the result of ``find_finite_part``, or None if plain PyTorch fails to run the programs."""
         task = RankTask(
-            find_finite_part, (programs,), timeout=JUDGE_TIMEOUT, group=Group.NONE, isolation=Isolation.POOLED
+            find_finite_part,
+            (programs,),
+            timeout=JUDGE_TIMEOUT,
+            group=GroupMode.NONE,
+            isolation=Isolation.POOLED,
         )
         found = self._judge_server.submit(task)
         finite: FinitePart | None = found.ranks[0].value if found.cause is None else None
@@ -290,7 +294,7 @@ class ProgramRunner:
 
     def _plain_models_run(self, programs: tuple[Program, ...], isolation: Isolation) -> bool:
         """Return whether forward and backward of the plain models of ``programs`` raise nothing."""
-        task = RankTask(run_plain_models, (programs,), timeout=JUDGE_TIMEOUT, group=Group.NONE, isolation=isolation)
+        task = RankTask(run_plain_models, (programs,), timeout=JUDGE_TIMEOUT, group=GroupMode.NONE, isolation=isolation)
         return self._judge_server.submit(task).cause is None
 
     def close(self) -> None:

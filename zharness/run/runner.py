@@ -47,7 +47,7 @@ from zharness.run.verdicts import (
 )
 from zharness.workload import model_spec
 from zharness.workload.user_model import is_user_model
-from zharness.world import Group, GroupOutcome, Isolation, RankEnd, RankServer, RankTask
+from zharness.world import GroupMode, GroupOutcome, Isolation, RankEnd, RankServer, RankTask
 from zharness.world.cores import assign_cores
 from zharness.world.server import RankEnvironment
 
@@ -117,7 +117,7 @@ class Runner:
             function,
             (model, *args),
             timeout=self.timeout,
-            group=Group.NONE,
+            group=GroupMode.NONE,
             isolation=self.isolation,
             pool=factory_path(model),
         )
@@ -136,7 +136,7 @@ class Runner:
         """Build each model of a user once. Raises UsageError, before any cell runs, if its factory returns no model."""
         names = dict.fromkeys(cell.cell.model for cell in cells if not cell.unsupported_reason)
         for name in filter(is_user_model, names):
-            self.call_in_judge(build_and_forget, name)
+            self.call_in_judge(require_buildable_model, name)
 
     def try_on_ranks(self, cell: Cell, function: Callable[[Cell, int, Capabilities], None]) -> Record | None:
         """Call ``function(cell, seed, capabilities)`` on the ranks of the pool of ``cell``.
@@ -149,7 +149,7 @@ class Runner:
             arguments,
             cell.world_size,
             self.timeout,
-            group=Group.REUSED,
+            group=GroupMode.REUSED,
             isolation=self.isolation,
             pool=self._open_pool(cell, self.isolation),
         )
@@ -269,7 +269,7 @@ class Runner:
             (cell, self.seed, str(evidence_dir), claims, options),
             cell.world_size,
             self.timeout,
-            group=Group.REUSED,
+            group=GroupMode.REUSED,
             isolation=isolation,
             pool=self._open_pool(cell, isolation),
         )
@@ -309,7 +309,7 @@ class Runner:
             function,
             (cell, self.seed, *arguments),
             timeout=JUDGE_TIMEOUT,
-            group=Group.NONE,
+            group=GroupMode.NONE,
             isolation=Isolation.POOLED if isolation is Isolation.POOLED_AFTER_ERRORS else isolation,
             pool=factory_path(cell.model),
         )
@@ -365,7 +365,7 @@ class Runner:
         self.close()
 
 
-def build_and_forget(name: str) -> None:
+def require_buildable_model(name: str) -> None:
     """Build the model ``name``; the errors of its factory are UsageErrors."""
     model_spec(name).model(0)
 

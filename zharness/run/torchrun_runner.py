@@ -26,7 +26,7 @@ from zharness.run.pytest_cells import RUNNER_KEY, get_planned_cell, user_expecte
 from zharness.run.record import Record
 from zharness.run.runner import Runner, WithheldPolicy
 from zharness.run.verdicts import make_failure_record, make_judged_record
-from zharness.world import Group, GroupOutcome, Isolation, RankTask, current_rank
+from zharness.world import GroupMode, GroupOutcome, Isolation, RankTask, current_rank
 from zharness.world.leader import Leader
 from zharness.world.server import RankEnvironment, prepare_process
 from zharness.world.store import StoreChannel
@@ -78,7 +78,7 @@ class TorchrunRunner(Runner):
         """Import the engines on every rank. Raises UsageError if an import fails."""
         self._leader.task_title = "the import of the engines"
         world_size = self._leader.launch.world_size
-        task = RankTask(prepare_environments, (self._environments,), world_size, PREPARATION_TIMEOUT, Group.NONE)
+        task = RankTask(prepare_environments, (self._environments,), world_size, PREPARATION_TIMEOUT, GroupMode.NONE)
         for rank, problem in enumerate(self._leader.submit(task).values()):
             if problem:
                 raise UsageError(f"rank {rank}: {problem}")
@@ -123,7 +123,7 @@ class TorchrunRunner(Runner):
         self._leader.task_title = cell.id
         arguments = (cell, self.seed, claims, options)
         outcome = self._leader.submit(
-            RankTask(observe_and_read_evidence, arguments, cell.world_size, self.timeout, Group.REUSED)
+            RankTask(observe_and_read_evidence, arguments, cell.world_size, self.timeout, GroupMode.REUSED)
         )
         if outcome.cause is not None:
             return self._conclude_rank_failure(outcome, blank_record, claims, isolation)

@@ -3,7 +3,7 @@
 from zharness.world.current_rank import assert_together, current_rank, exchange, is_rank
 from zharness.world.outcome import GroupOutcome, RankEnd, RankOutcome, RanksFailed
 from zharness.world.server import RankServer, run
-from zharness.world.task import CollectiveMode, Group, Isolation, RankTask
+from zharness.world.task import CollectiveMode, GroupMode, Isolation, RankTask
 
 # The older names of this module's public names.
 End, Work, Collectives, here = RankEnd, RankTask, CollectiveMode, current_rank
@@ -12,7 +12,7 @@ __all__ = [
     "CollectiveMode",
     "Collectives",
     "End",
-    "Group",
+    "GroupMode",
     "GroupOutcome",
     "Isolation",
     "RankEnd",

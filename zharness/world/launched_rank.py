@@ -45,7 +45,7 @@ from zharness.world.rank import (
     outcome_from_exception,
 )
 from zharness.world.store import LaunchStore, StoreChannel
-from zharness.world.task import Group, RankTask
+from zharness.world.task import GroupMode, RankTask
 from zharness.world.witness import TaskStarted
 
 # Keys of the store, in the order in which they are set.
@@ -156,11 +156,11 @@ class LaunchedRank:
         task, rank = assignment.task, self.launch.rank
         level = choose_debug_level(task)
         if dist.is_initialized():
-            if task.group is Group.REUSED and get_debug_level() == level:
+            if task.group is GroupMode.REUSED and get_debug_level() == level:
                 return
             self.destroy_group()
         self._sockets_before_group = open_sockets()
-        if task.group is Group.NONE:
+        if task.group is GroupMode.NONE:
             return
         set_debug_level(level)
         store = PrefixStore(f"group/{assignment.serial}", self.store.torch_store)
@@ -265,7 +265,7 @@ class Follower(LaunchedRank):
                 self._witness_pipe.send(ShutdownMessage())
                 self.destroy_group()
                 return message.status
-            if message.task.group is not Group.REUSED:
+            if message.task.group is not GroupMode.REUSED:
                 self.destroy_group()
             channel = self.run_assignment(message) if self.launch.rank < message.task.world_size else None
 

@@ -41,7 +41,7 @@ from zharness.world.process_end import PROCESS_GONE_CAUSE
 from zharness.world.process_group import PEER_LOST_MESSAGES
 from zharness.world.server import RankServer
 from zharness.world.store import STORE_TIMEOUT, LaunchStore, StoreChannel, rank_outcome_key
-from zharness.world.task import Group, RankTask
+from zharness.world.task import GroupMode, RankTask
 from zharness.world.witness import (
     FINAL_REPORT_SECONDS,
     LAUNCH_OVER_KEY,
@@ -131,8 +131,8 @@ class Leader(LaunchedRank, RankServer):
         """
         if task.world_size > self.launch.world_size:
             raise WorldError(f"world size {task.world_size} needs more ranks than the {self.launch.describe()}")
-        reuses_group = task.group is Group.REUSED and self._group_size == task.world_size and dist.is_initialized()
-        group = task.group if reuses_group or task.group is Group.NONE else Group.DEFAULT
+        reuses_group = task.group is GroupMode.REUSED and self._group_size == task.world_size and dist.is_initialized()
+        group = task.group if reuses_group or task.group is GroupMode.NONE else GroupMode.DEFAULT
         if not reuses_group:
             self.destroy_group()
         if self._guard_thread.ident is None:  # start it as late as here: rank servers are forked before the first task
@@ -150,10 +150,10 @@ class Leader(LaunchedRank, RankServer):
             finally:
                 self._report_lock.acquire()  # blocks forever if the launch is over: the guard thread reports
         self._current_assignment = None
-        if task.group is not Group.REUSED:
+        if task.group is not GroupMode.REUSED:
             self.destroy_group()  # this process needs no process group until the next task
         self._group_size = (
-            task.world_size if all(rank.is_successful for rank in outcome.ranks) and group is not Group.NONE else 0
+            task.world_size if all(rank.is_successful for rank in outcome.ranks) and group is not GroupMode.NONE else 0
         )
         return outcome
 
@@ -341,13 +341,13 @@ def assign_blame(ranks: tuple[RankOutcome, ...]) -> tuple[RankOutcome, ...]:
 
 
 @contextmanager
-def open_task_store(launch: Launch, group: Group) -> Iterator[int]:
+def open_task_store(launch: Launch, group: GroupMode) -> Iterator[int]:
     """Context manager that yields the port of a new store for a task that calls ``init_process_group`` itself.
 
     The task cannot use the launch's own store, because that store still contains the keys of earlier process groups. If
     the task needs no store, or if the launch's address belongs to another machine, no store is served and 0 is yielded.
     """
-    if group is not Group.NONE or not launch.uses_agent_store or not is_local_address(launch.address):
+    if group is not GroupMode.NONE or not launch.uses_agent_store or not is_local_address(launch.address):
         yield 0
         return
     store = TCPStore(launch.address, 0, None, True, STORE_TIMEOUT, wait_for_workers=False)

@@ -15,7 +15,7 @@ class RankStatus(Enum):
 
     OK = "fine"
     FAILED = "failed"
-    SKIPPED = "left"
+    SKIPPED = "skipped"
     PART_FAILED = "failed a part"
     PART_LEFT = "left a part"
     PART_ENDED = "ended a part"

@@ -46,7 +46,7 @@ from zharness.world.orphans import die_with_parent
 from zharness.world.outcome import RankEnd, RankOutcome
 from zharness.world.process_group import form_process_group
 from zharness.world.streams import phase_marker
-from zharness.world.task import MAX_CHECKED_WORLD_SIZE, CollectiveMode, Group, Isolation, RankTask
+from zharness.world.task import MAX_CHECKED_WORLD_SIZE, CollectiveMode, GroupMode, Isolation, RankTask
 
 PIPE_CLOSED_STATUS = 74  # exit status of a rank whose control pipe is closed: EX_IOERR of sysexits.h
 LOOPBACK_INTERFACES = {"linux": "lo", "darwin": "lo0"}
@@ -325,10 +325,10 @@ def form_group(task: RankTask, slot: RankSlot) -> None:
     level = choose_debug_level(task)
     if dist.is_initialized():
         can_reuse = dist.get_world_size() == slot.world_size and get_debug_level() == level
-        if task.group is Group.REUSED and can_reuse:
+        if task.group is GroupMode.REUSED and can_reuse:
             return
         dist.destroy_process_group()
-    if task.group is Group.NONE:
+    if task.group is GroupMode.NONE:
         return
     set_debug_level(level)
     store = FileStore(str(slot.scratch_dir / f"rendezvous.{task.serial}"), slot.world_size)

@@ -34,7 +34,7 @@ from zharness.world.orphans import adopt_orphans, die_with_parent, kill_orphans,
 from zharness.world.outcome import GroupOutcome
 from zharness.world.pools import RankPools, freeze_garbage_collector
 from zharness.world.rank import inherited_function_placeholder
-from zharness.world.task import CancelRequest, ClosePoolRequest, Group, RankTask
+from zharness.world.task import CancelRequest, ClosePoolRequest, GroupMode, RankTask
 from zharness.world.task_watcher import ClientGone, TaskCancelled
 from zharness.world.team import CannotStart, wait_for_end
 
@@ -107,7 +107,7 @@ class RankServer:
         *args: Any,
         world_size: int = 1,
         timeout: float = 60.0,
-        group: Group = Group.DEFAULT,
+        group: GroupMode = GroupMode.DEFAULT,
     ) -> GroupOutcome:
         """Call ``function(*args)`` on ``world_size`` new ranks, and return how each rank ended.
 
@@ -194,7 +194,7 @@ def run(
     *args: Any,
     world_size: int = 1,
     timeout: float = 60.0,
-    group: Group = Group.DEFAULT,
+    group: GroupMode = GroupMode.DEFAULT,
 ) -> list[Any]:
     """Call ``function(*args)`` on ``world_size`` new ranks, and return their return values in rank order.
 

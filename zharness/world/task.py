@@ -8,12 +8,12 @@ from enum import Enum
 from typing import Any
 
 
-class Group(Enum):
+class GroupMode(Enum):
     """The default process group of the ranks while a task runs: none, a new group, or the previous task's group."""
 
     NONE = "none"
     DEFAULT = "default"  # a new default group
-    REUSED = "kept"  # the default group of the pool's previous task; a new group if there is none
+    REUSED = "reused"  # the default group of the pool's previous task; a new group if there is none
 
 
 class Isolation(Enum):
@@ -22,7 +22,7 @@ class Isolation(Enum):
     FRESH = "fresh"
     POOLED = "pooled"
     POOLED_AFTER_ERRORS = "pooled_after_errors"  # for tasks that raise: ranks remain if all raised in one place
-    EXISTING_POOL = "living"  # pooled, but fork no ranks if the pool has none: used to tear down fixtures
+    EXISTING_POOL = "existing_pool"  # pooled, but fork no ranks if the pool has none: used to tear down fixtures
 
 
 class CollectiveMode(Enum):
@@ -53,7 +53,7 @@ class RankTask:
     args: tuple[Any, ...] = ()
     world_size: int = 1
     timeout: float = 60.0
-    group: Group = Group.DEFAULT
+    group: GroupMode = GroupMode.DEFAULT
     isolation: Isolation = Isolation.FRESH
     pool: str = ""
     collectives: CollectiveMode = CollectiveMode.TRUSTED

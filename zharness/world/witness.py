@@ -146,7 +146,7 @@ class Witness:
         self._current_task: TaskStarted | None = None
         self._notes: list[RankNote] = []
         self._phase = ""
-        self._is_held = False
+        self._hold_reason = ""  # why the rank's deadline does not count, such as a debugger
         self._is_done = False
         self._started_at = self._ends_at = 0.0
         self._busy_count = -1  # last value of the counter that ranks increment while they build or are debugged
@@ -186,7 +186,7 @@ class Witness:
         elif isinstance(message, str):
             self._phase = message
         elif isinstance(message, DeadlineHold):
-            self._is_held = bool(message.reason)
+            self._hold_reason = message.reason
             self._ends_at = time.monotonic() + (self._current_task.timeout if self._current_task is not None else 0.0)
         elif isinstance(message, RankOutcome):
             self._post_outcome(message)
@@ -205,7 +205,7 @@ class Witness:
         """Extend the time-out while any rank is building or in a debugger, and end this rank after the time-out."""
         stack = self._collect_stack()
         limit = self._started_at + task.timeout + BUILD_LIMIT_SECONDS
-        if self._is_held or (is_building(parse_main_thread(stack)) and time.monotonic() < limit):
+        if self._hold_reason or (is_building(parse_main_thread(stack)) and time.monotonic() < limit):
             self._store.add_to_counter("busy")
         busy_count = self._store.add_to_counter("busy", 0)
         if busy_count != self._busy_count:

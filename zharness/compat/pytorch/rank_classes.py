@@ -25,7 +25,7 @@ from torch.testing._internal.common_utils import set_rng_seed
 # PyTorch's classes start their processes without the variables of launchers.
 from zharness.compat.launcher_variables import delete_launcher_variables
 from zharness.errors import WorldError
-from zharness.world import Group, current_rank, exchange, is_rank, run
+from zharness.world import GroupMode, current_rank, exchange, is_rank, run
 
 SKIP_MESSAGES = {skip.exit_code: skip.message for skip in TEST_SKIPS.values()}
 
@@ -88,7 +88,7 @@ def run_without_pytest(run_on_rank: Callable[[], None], world_size: int, test_id
                 return str(skip)
         return ""
 
-    reasons = run(return_skip, world_size=world_size, timeout=float(get_timeout(test_id)), group=Group.NONE)
+    reasons = run(return_skip, world_size=world_size, timeout=float(get_timeout(test_id)), group=GroupMode.NONE)
     skipped = [rank for rank, reason in enumerate(reasons) if reason]
     if len(skipped) == world_size:
         raise unittest.SkipTest(reasons[0])

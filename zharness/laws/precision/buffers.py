@@ -86,7 +86,7 @@ def observe_declared_dtypes(ctx: RankContext) -> None:
     """
     for at, (dtype, torch_dtype) in enumerate(DTYPES.items()):
         options = [ctx.capabilities.engine_options[name] for name in ctx.setting.options]
-        can_set = not any(option.refusal_at(ctx.world_size, dtype, ctx.config.mesh) for option in options)
+        can_set = not any(option.explain_cell_limit(ctx.world_size, dtype, ctx.config.mesh) for option in options)
         if dtype not in ctx.capabilities.dtypes or not can_set:
             continue
         if ctx.variant == INPUTS:

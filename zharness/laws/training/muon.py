@@ -98,117 +98,125 @@ def compare_steps(ctx: JudgeContext, definition: MuonStep, steps: Sequence[Matri
 
     If the engine reports no momentum, the judge uses the momentum of ``definition`` after the previous step.
     """
-    right: dict[str, Tensor] = {}
-    for taken in steps:
-        momentum = right[taken.name] if taken.momentum is None else taken.momentum
-        expected = definition(taken.weight, taken.grad, momentum, MUON.args)
-        right[taken.name] = expected.momentum
-        yield from compare_momentum(ctx, taken, expected.momentum)
-        comparison = compare_bitwise(locate(ctx, taken), expected.weight, taken.weight_after)
-        yield hint_wrong_weight(ctx, comparison, taken)
+    momenta: dict[str, Tensor] = {}
+    for matrix_step in steps:
+        momentum = momenta[matrix_step.name] if matrix_step.momentum is None else matrix_step.momentum
+        expected = definition(matrix_step.weight, matrix_step.grad, momentum, MUON.args)
+        momenta[matrix_step.name] = expected.momentum
+        yield from compare_momentum(ctx, matrix_step, expected.momentum)
+        comparison = compare_bitwise(locate(ctx, matrix_step), expected.weight, matrix_step.weight_after)
+        yield hint_wrong_weight(ctx, comparison, matrix_step)
 
 
 def compare_steps_within_bounds(ctx: JudgeContext, steps: Sequence[MatrixStep]) -> Iterator[Comparison]:
     """Compare the momentum after each step bitwise, and the weights within the rounding of Newton-Schulz."""
     beta = MUON.args["momentum"]
-    right: dict[str, Tensor] = {}
-    for taken in steps:
-        momentum = right[taken.name] if taken.momentum is None else taken.momentum
-        right[taken.name] = momentum.lerp(taken.grad, 1 - beta)
-        yield from compare_momentum(ctx, taken, right[taken.name])
-        update = taken.grad.lerp(right[taken.name], beta)
-        expected, error = bound_step(taken.weight, update, MUON.args, len(ctx.evidence))
-        change = expected - taken.weight.double()
-        comparison = compare_within_bound(locate(ctx, taken), expected, taken.weight_after, error, signal=change)
-        yield hint_wrong_weight(ctx, comparison, taken)
+    momenta: dict[str, Tensor] = {}
+    for matrix_step in steps:
+        momentum = momenta[matrix_step.name] if matrix_step.momentum is None else matrix_step.momentum
+        momenta[matrix_step.name] = momentum.lerp(matrix_step.grad, 1 - beta)
+        yield from compare_momentum(ctx, matrix_step, momenta[matrix_step.name])
+        update = matrix_step.grad.lerp(momenta[matrix_step.name], beta)
+        expected, error = bound_step(matrix_step.weight, update, MUON.args, len(ctx.evidence))
+        change = expected - matrix_step.weight.double()
+        comparison = compare_within_bound(
+            locate(ctx, matrix_step), expected, matrix_step.weight_after, error, signal=change
+        )
+        yield hint_wrong_weight(ctx, comparison, matrix_step)
 
 
-def compare_momentum(ctx: JudgeContext, taken: MatrixStep, expected: Tensor) -> Iterator[Comparison]:
+def compare_momentum(ctx: JudgeContext, matrix_step: MatrixStep, expected: Tensor) -> Iterator[Comparison]:
     """Compare the momentum after a step bitwise with ``expected``, if the engine reports it."""
-    if taken.momentum_after is not None:
-        yield compare_bitwise(locate(ctx, taken, f"/{MOMENTUM}"), expected, taken.momentum_after)
+    if matrix_step.momentum_after is not None:
+        yield compare_bitwise(locate(ctx, matrix_step, f"/{MOMENTUM}"), expected, matrix_step.momentum_after)
 
 
 def compare_missing_momentum(ctx: JudgeContext, steps: Sequence[MatrixStep]) -> Iterator[Comparison]:
     """Yield a mismatch for each momentum that the engine does not report after a step."""
-    for taken in steps:
-        if taken.momentum_after is None:
-            nothing = torch.full_like(taken.weight, torch.nan)
-            comparison = compare_bitwise(locate(ctx, taken, f"/{MOMENTUM}"), torch.zeros_like(taken.weight), nothing)
+    for matrix_step in steps:
+        if matrix_step.momentum_after is None:
+            nothing = torch.full_like(matrix_step.weight, torch.nan)
+            comparison = compare_bitwise(
+                locate(ctx, matrix_step, f"/{MOMENTUM}"), torch.zeros_like(matrix_step.weight), nothing
+            )
             yield add_hint(comparison, "the engine reports no momentum of this parameter")
 
 
-def hint_wrong_weight(ctx: JudgeContext, comparison: Comparison, taken: MatrixStep) -> Comparison:
+def hint_wrong_weight(ctx: JudgeContext, comparison: Comparison, matrix_step: MatrixStep) -> Comparison:
     """Add a hint to a mismatch of a weight if a known error explains the weight after the step."""
     if comparison.mismatch is None:
         return comparison
-    if is_moved_by_gradient(taken):
+    if is_moved_by_gradient(matrix_step):
         return add_hint(comparison, "the step used the gradient itself, which nothing orthogonalized")
-    if taken.step == 0 and any(is_partly_reduced(ctx, taken, definition) for definition in MUON_STEPS.values()):
+    if matrix_step.step == 0 and any(
+        is_partly_reduced(ctx, matrix_step, definition) for definition in MUON_STEPS.values()
+    ):
         return add_hint(comparison, "each rank orthogonalized a matrix of which only its own part was reduced")
-    if any(is_orthogonalized_in_parts(ctx, taken, definition) for definition in MUON_STEPS.values()):
+    if any(is_orthogonalized_in_parts(ctx, matrix_step, definition) for definition in MUON_STEPS.values()):
         return add_hint(comparison, OWN_PART_HINT)
-    part = find_owned_part(ctx, taken, comparison.mismatch)
-    if taken.step > 0 and any(is_without_momentum(taken, definition, part) for definition in MUON_STEPS.values()):
+    part = find_owned_part(ctx, matrix_step, comparison.mismatch)
+    if matrix_step.step > 0 and any(
+        is_without_momentum(matrix_step, definition, part) for definition in MUON_STEPS.values()
+    ):
         return add_hint(comparison, LOST_MOMENTUM_HINT)
-    return hint_unmoved(comparison, taken.weight, taken.weight_after)
+    return hint_unmoved(comparison, matrix_step.weight, matrix_step.weight_after)
 
 
-def is_moved_by_gradient(taken: MatrixStep) -> bool:
+def is_moved_by_gradient(matrix_step: MatrixStep) -> bool:
     """Return whether the step subtracted the gradient, as SGD does."""
     rate = MUON.args["lr"]
-    decayed = taken.weight.double() * (1 - rate * MUON.args["weight_decay"])
-    moved = rate * taken.grad.double()
-    rounding = 4 * unit_roundoff(taken.weight.dtype) * (decayed.abs() + moved.abs())
-    return bool(((taken.weight_after.double() - (decayed - moved)).abs() <= rounding).all())
+    decayed = matrix_step.weight.double() * (1 - rate * MUON.args["weight_decay"])
+    moved = rate * matrix_step.grad.double()
+    rounding = 4 * unit_roundoff(matrix_step.weight.dtype) * (decayed.abs() + moved.abs())
+    return bool(((matrix_step.weight_after.double() - (decayed - moved)).abs() <= rounding).all())
 
 
-def is_without_momentum(taken: MatrixStep, definition: MuonStep, part: slice) -> bool:
+def is_without_momentum(matrix_step: MatrixStep, definition: MuonStep, part: slice) -> bool:
     """Return whether the step changed a part of the matrix as if the momentum before the step was zero."""
-    update = definition(taken.weight, taken.grad, torch.zeros_like(taken.weight), MUON.args)
-    return torch.equal(update.weight.flatten()[part], taken.weight_after.flatten()[part])
+    update = definition(matrix_step.weight, matrix_step.grad, torch.zeros_like(matrix_step.weight), MUON.args)
+    return torch.equal(update.weight.flatten()[part], matrix_step.weight_after.flatten()[part])
 
 
-def find_owned_part(ctx: JudgeContext, taken: MatrixStep, mismatch: Mismatch) -> slice:
+def find_owned_part(ctx: JudgeContext, matrix_step: MatrixStep, mismatch: Mismatch) -> slice:
     """Return the elements of the matrix that the wrong element's owner holds, or all if no rank owns the element."""
-    at = int(torch.arange(taken.weight.numel()).view_as(taken.weight)[mismatch.index])
-    pieces = ctx.evidence[0].layout.get(taken.name, ())
+    at = int(torch.arange(matrix_step.weight.numel()).view_as(matrix_step.weight)[mismatch.index])
+    pieces = ctx.evidence[0].layout.get(matrix_step.name, ())
     return next((slice(piece.start, piece.stop) for piece in pieces if piece.start <= at < piece.stop), slice(None))
 
 
-def is_partly_reduced(ctx: JudgeContext, taken: MatrixStep, definition: MuonStep) -> bool:
+def is_partly_reduced(ctx: JudgeContext, matrix_step: MatrixStep, definition: MuonStep) -> bool:
     """Return whether in the first step each rank used only its own share of the mean in the parts of other ranks."""
-    pieces = ctx.evidence[0].layout.get(taken.name, ())
-    local = [result.grads[taken.name] for result in ctx.compute_local_grads(taken.step)]
+    pieces = ctx.evidence[0].layout.get(matrix_step.name, ())
+    local = [result.grads[matrix_step.name] for result in ctx.compute_local_grads(matrix_step.step)]
     for piece in pieces:
         part = slice(piece.start, piece.stop)
         grad = local[ctx.data_coordinate(piece.rank)] / len(local)
-        grad.view(-1)[part] = taken.grad.flatten()[part]
-        update = definition(taken.weight, grad, torch.zeros_like(grad), MUON.args)
-        if not torch.equal(update.weight.flatten()[part], taken.weight_after.flatten()[part]):
+        grad.view(-1)[part] = matrix_step.grad.flatten()[part]
+        update = definition(matrix_step.weight, grad, torch.zeros_like(grad), MUON.args)
+        if not torch.equal(update.weight.flatten()[part], matrix_step.weight_after.flatten()[part]):
             return False
     return len(pieces) > 1 and len(local) > 1
 
 
-def is_orthogonalized_in_parts(ctx: JudgeContext, taken: MatrixStep, definition: MuonStep) -> bool:
+def is_orthogonalized_in_parts(ctx: JudgeContext, matrix_step: MatrixStep, definition: MuonStep) -> bool:
     """Return whether the step treated each part of the matrix on a tp rank as a separate matrix."""
-    parts = list_tensor_parts(ctx, taken)
-    if taken.momentum is None or len(parts) < 2:
+    parts = list_tensor_parts(ctx, matrix_step)
+    if matrix_step.momentum is None or len(parts) < 2:
         return False
     for part in parts:
-        update = definition(taken.weight[part], taken.grad[part], taken.momentum[part], MUON.args)
-        if not torch.equal(update.weight, taken.weight_after[part]):
+        update = definition(matrix_step.weight[part], matrix_step.grad[part], matrix_step.momentum[part], MUON.args)
+        if not torch.equal(update.weight, matrix_step.weight_after[part]):
             return False
     return True
 
 
-def list_tensor_parts(ctx: JudgeContext, taken: MatrixStep) -> list[tuple[slice, slice]]:
+def list_tensor_parts(ctx: JudgeContext, matrix_step: MatrixStep) -> list[tuple[slice, slice]]:
     """Return the rows and columns of the matrix that the ranks at each coordinate of tp own."""
-    owned = torch.zeros(ctx.mesh.size(TENSOR), taken.weight.numel(), dtype=torch.bool)
-    for piece in ctx.evidence[0].layout.get(taken.name, ()):
+    owned = torch.zeros(ctx.mesh.size(TENSOR), matrix_step.weight.numel(), dtype=torch.bool)
+    for piece in ctx.evidence[0].layout.get(matrix_step.name, ()):
         owned[ctx.mesh.coordinates(piece.rank, ctx.world_size)[TENSOR], piece.start : piece.stop] = True
     found = []
-    for part in owned.view(-1, *taken.weight.shape):
+    for part in owned.view(-1, *matrix_step.weight.shape):
         places = part.nonzero()
         if len(places):
             (top, left), (bottom, right) = (edge.tolist() for edge in (places.amin(dim=0), places.amax(dim=0)))
@@ -216,9 +224,9 @@ def list_tensor_parts(ctx: JudgeContext, taken: MatrixStep) -> list[tuple[slice,
     return found if len(set(map(str, found))) > 1 else []
 
 
-def locate(ctx: JudgeContext, taken: MatrixStep, key: str = "") -> TensorLocation:
+def locate(ctx: JudgeContext, matrix_step: MatrixStep, key: str = "") -> TensorLocation:
     """Return the location of a matrix after its step or, with ``key``, of an entry of its optimizer state."""
-    return ctx.location(taken.name + key, Part.OPTIMIZER, taken.step)
+    return ctx.location(matrix_step.name + key, Part.OPTIMIZER, matrix_step.step)
 
 
 LAWS = (
