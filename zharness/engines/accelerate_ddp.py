@@ -45,7 +45,7 @@ REFUSES: dict[Feature, str] = {
     Feature.AUTOCAST: f"its mixed_precision also converts the model's outputs to float32 ({DOCUMENTATION})",
     Feature.WINDOW_READ_OUT: "inside accumulate() gradients are each rank's own until the last backward of the window",
     Feature.TENSOR_BACKWARD_IN_WINDOW: DIRECT_BACKWARD,
-    Feature.WORLD_RESHARD: "PartialState, of which a process has one, keeps the number of processes",
+    Feature.WORLD_RESHARD: "a process has only one PartialState, and this keeps the number of processes",
     Feature.WINDOW_WRITE_IN: "inside accumulate() gradients are each rank's own until the last backward of the window",
 }
 _STATIC_GRAPH = ddp.CAPABILITIES.engine_options["static_graph"]

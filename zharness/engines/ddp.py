@@ -97,7 +97,7 @@ VARIANTS: dict[str, EngineOption | dict[str, Any]] = {
 SCALED_SUM_REASON = "DDP can only average; the adapter multiplies gradients by the world size before the mean"
 ORDER_SETTLES_REASON = (
     "after its first backward DDP lays its buckets out anew, in the order in which gradients became ready "
-    "(Reducer::rebuild_buckets); where in a bucket a gradient lies decides in which order the ranks are summed"
+    "(Reducer::rebuild_buckets); the place of a gradient in its bucket decides in which order the ranks are summed"
 )
 CAPABILITIES = Capabilities(
     stages=frozenset({0}),

@@ -23,8 +23,8 @@ _NO_ACCESS_AT_STAGE_0 = (
     f"({_DOCUMENTATION}/zero3.html#debugging)"
 )
 NO_IN_PLACE_EDITS = (
-    "its steps start from its own fp32 copies, for which it has 'routines for modifying the fp32 master parameters', "
-    f"and undo an edit of the parameter itself ({_DOCUMENTATION}/zero3.html#modifying-partitioned-states)"
+    "a step starts from DeepSpeed's fp32 copies and undoes an edit of the parameter itself; to edit the copies it has "
+    f"'routines for modifying the fp32 master parameters' ({_DOCUMENTATION}/zero3.html#modifying-partitioned-states)"
 )
 _NO_SHARD_ACCESS = (
     "'This API is only defined for ZeRO-3 partitioned parameters' (tensor_fragment.py, safe_get_local_grad)"
@@ -61,9 +61,9 @@ _TRANSFORMS = (Feature.TORCH_FUNC, Feature.TRANSFORMS)
 REFUSES_ON_EP: dict[Feature, str] = {
     **dict.fromkeys(
         (Feature.EDITS, Feature.READ_OUT, Feature.WRITE_IN, Feature.SHARD_ACCESS),
-        "a rank has its own experts, and no parameter of the name of another rank's",
+        "a rank has only its own experts, and no parameters with the names of other ranks' experts",
     ),
-    Feature.INITIAL_WEIGHTS: "a rank has its own experts, of which rank 0 has no weights that it could send",
+    Feature.INITIAL_WEIGHTS: "a rank has its own experts, and rank 0 does not have their weights",
     **dict.fromkeys(
         _TRANSFORMS,
         "the autograd.Function of its all-to-all (moe/sharded_moe.py, _AllToAll) has no setup_context, without which "
@@ -78,8 +78,8 @@ REFUSES_ON_CP: dict[Feature, str] = {
     ),
     **dict.fromkeys(
         (Feature.OUTSIDE_FORWARD, Feature.SUBMODULES),
-        "gradients are summed over the ranks of a sequence, each of which has the whole gradient of what a loss "
-        "computes from weights itself",
+        "gradients are summed over the ranks of a sequence, but if a loss computes something from weights directly, "
+        "each of these ranks already has its whole gradient",
     ),
     Feature.WINDOW_READ_OUT: "inside a window each rank has the gradient of its own part of a sequence",
 }

@@ -46,7 +46,7 @@ REFUSES: dict[Feature, str] = {
     **TORCH_REFUSES,
     Feature.ENGINE_ACCUMULATION: "it leaves the end of a window, and the division by its length, to the caller",
     Feature.NO_GRADIENT: "a weight that no loss used has the zeros of the gradient buffer",
-    Feature.UNFREEZING: "its constructor makes gradient buffers for the weights that require a gradient then",
+    Feature.UNFREEZING: "its constructor makes gradient buffers only for weights that then require a gradient",
     Feature.SPARSE_GRADIENTS: "it copies gradients into one buffer, and copy_ takes no sparse tensor",
     Feature.UNEVEN_RANKS: "a bucket is reduced once all of its weights have a gradient, which every rank has to reach",
     Feature.EDITS: "all ranks have to edit a weight, which is a DTensor, together",
@@ -57,18 +57,19 @@ REFUSES: dict[Feature, str] = {
     Feature.STEADINESS: "the process groups of its device mesh live until destroy_process_group",
     **dict.fromkeys(
         (Feature.INITIAL_WEIGHTS, Feature.INITIAL_BUFFERS),
-        "each rank shards the values of its own model; broadcast_params is for the caller to call",
+        "each rank shards the values of its own model; the caller has to call broadcast_params",
     ),
     **dict.fromkeys((Feature.OUTSIDE_FORWARD, Feature.SUBMODULES), _DISTRIBUTED),
     **dict.fromkeys(
         (Feature.TORCH_FUNC, Feature.TRANSFORMS),
-        "its hooks write gradients in place into buffers, and torch.func lets no captured tensor be written",
+        "its hooks write gradients in place into buffers, and torch.func refuses to write to a captured tensor",
     ),
 }
 STAGE_0_REFUSES: dict[Feature, str] = {
     Feature.SUM: (
-        "of several backwards the first would count again: gradients 'are all-reduced directly into the gradient "
-        f"accumulation buffer', which 'should not be all-reduced more than once per optimization cycle' ({README})"
+        "with several backwards the gradients of the first one are reduced twice: gradients 'are all-reduced directly "
+        "into the gradient accumulation buffer', which 'should not be all-reduced more than once per optimization "
+        f"cycle' ({README})"
     ),
 }
 READS_FREED = "its forward reads the weight of a unit by attribute, after the unit has freed it"
@@ -79,8 +80,8 @@ STAGE_3_REFUSES: dict[Feature, str] = {
     Feature.RETAIN_GRAPH: "the hooks of a second backward find the DTensors that the end of the first one has left",
     Feature.NO_SYNC: "'For grads shard mode there will actually always be gradient sync happening' (no_sync)",
     Feature.CLIP: (
-        "a rank whose part of a weight is empty has no gradient of it, so that clip_grad_norm_ of torch calls other "
-        "collectives there than on its peers; it has no function of its own for clipping"
+        "a rank whose part of a weight is empty has no gradient of it, so that torch's clip_grad_norm_ calls other "
+        "collectives on this rank than on the other ranks; Megatron-FSDP has no function of its own for clipping"
     ),
 }
 REPLICATE_REFUSES: dict[Feature, str] = {
@@ -90,7 +91,7 @@ REPLICATE_REFUSES: dict[Feature, str] = {
         "in-place gradient buffer reductions from corrupting previously accumulated gradients' (set_model_auto_sync, "
         "on HSDP)",
     ),
-    Feature.RESHARD: "stage 0, the only other one here, cannot step with an outer axis (_get_fsdp_tensor_spec)",
+    Feature.RESHARD: "the only other stage, 0, cannot step with an outer axis (_get_fsdp_tensor_spec)",
 }
 KEEP_FIRST_STEP = "keep_first_step"
 VARIANTS = {
@@ -98,7 +99,7 @@ VARIANTS = {
         {KEEP_FIRST_STEP: True},
         changes_numbers="the optimizer has made the step on zero gradients of fully_shard_optimizer",
         laws=frozenset({"training.optimizer_options-adamw_amsgrad"}),
-        laws_reason="nearly every law of optimizers fails by that step, and this one names it",
+        laws_reason="nearly every law of optimizers fails because of that step, and this law names the step",
     ),
 }
 OPTIONS = {
