@@ -128,6 +128,18 @@ class Axes:
         model, variant = covered.subjects[0]
         return Cell(law, self.engine, stage, cast(int, size), str(dtype), model, variant, label)
 
+    def may_run(self, law: Law, stage: int, label: str, world_size: int, dtype: str) -> bool:
+        """Return False if ``find_refusal`` refuses every cell of ``law`` at this stage with these values.
+
+        The values alone show most refusals, so that no cell is planned for each model and variant of the law.
+        """
+        setting = cell_setting(label)
+        return (
+            dtype_of_storage(dtype) in law.dtypes
+            and not setting.reason_unsupported(law.name, law.setting_support)
+            and self.are_compatible(stage, setting.options, world_size, dtype)
+        )
+
     def are_compatible(self, stage: int, names: Sequence[str], world_size: int, dtype: str) -> bool:
         """Return whether a cell of this stage, world size and dtype can set the options ``names`` together."""
         known = self.claims_at[stage].engine_options
@@ -378,6 +390,7 @@ def project_settings(
         cells = (
             Cell(law.name, axes.engine, setting.stage, world_size, dtype, model, variant, label)
             for label, world_size, dtype in relaxed_settings
+            if axes.may_run(law, setting.stage, label, world_size, dtype)
             for model, variant in (*subjects[first:], *subjects[:first])
         )
         runnable = next((cell for cell in cells if not axes.find_refusal(law, cell)), None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum
 from functools import cache
 
@@ -319,19 +319,27 @@ def explain_refused_model(cell: Cell, capabilities: Capabilities) -> str:
     return f"{cell.engine} does not claim the model {cell.model}: {reason}" if reason else ""
 
 
+# The cells for which a law with each support is not stated.
+EXCLUSIONS: Mapping[MeshSupport, Callable[[Cell], bool]] = {
+    MeshSupport.OWN_MODELS: lambda cell: (
+        bool({CONTEXT, EXPERT} & set(cell.mesh.axes)) and not is_split_exactly(cell.model)
+    ),
+    MeshSupport.WHOLE_INPUTS: lambda cell: CONTEXT in cell.mesh.axes,
+    MeshSupport.FINITE_EXPERTS: lambda cell: EXPERT in cell.mesh.axes,
+    MeshSupport.SMALLER_WORLDS: lambda cell: cell.mesh.smallest_world == cell.world_size,
+    MeshSupport.SEVERAL_COORDINATES: lambda cell: cell.mesh.data_size(cell.world_size) == 1,
+    MeshSupport.ONE_COORDINATE_BESIDE_TP: lambda cell: (
+        TENSOR in cell.mesh.axes and cell.mesh.data_size(cell.world_size) > 1
+    ),
+}
+
+
 def reason_mesh_not_stated(law: Law, cell: Cell, capabilities: Capabilities) -> str:
     """Return the reason why the law or the engine excludes the cell on its mesh, or '' if both support the cell."""
     if needs_mesh(law) and not cell.mesh.sizes:
         return f"{law.name} needs a mesh (--mesh): {law.mesh_support.value}"
-    excludes = {
-        MeshSupport.OWN_MODELS: bool({CONTEXT, EXPERT} & set(cell.mesh.axes)) and not is_split_exactly(cell.model),
-        MeshSupport.WHOLE_INPUTS: CONTEXT in cell.mesh.axes,
-        MeshSupport.FINITE_EXPERTS: EXPERT in cell.mesh.axes,
-        MeshSupport.SMALLER_WORLDS: cell.mesh.smallest_world == cell.world_size,
-        MeshSupport.SEVERAL_COORDINATES: cell.mesh.data_size(cell.world_size) == 1,
-        MeshSupport.ONE_COORDINATE_BESIDE_TP: TENSOR in cell.mesh.axes and cell.mesh.data_size(cell.world_size) > 1,
-    }
-    if excludes.get(law.mesh_support):
+    is_excluded = EXCLUSIONS.get(law.mesh_support)
+    if is_excluded is not None and is_excluded(cell):
         on_mesh = f" and the mesh {cell.mesh.label}" if cell.mesh.sizes else ""
         return f"{law.name} is not stated for the world size {cell.world_size}{on_mesh}: {law.mesh_support.value}"
     if is_split_exactly(cell.model) and (other := find_other_model(law, cell.variant, cell.mesh)):

@@ -250,7 +250,8 @@ def plan_covering_cells(
     )
     runnable = [planned.cell for planned in matrix if not planned.unsupported_reason]
     depth = Depth(request.depth)
-    covered = [each for law in laws for each in list_covered_laws(law, request.models, depth)]
+    without_mesh = [law for law in laws if not needs_mesh(law)]  # the cells of an array have no mesh
+    covered = [each for law in without_mesh for each in list_covered_laws(law, request.models, depth)]
     covering = cover_pairs(axes, covered, runnable, depth, is_whole)
     return replace(covering, uncoverable=tuple(describe_uncoverable_pairs(axes, covered, covering.coverable, is_whole)))
 
