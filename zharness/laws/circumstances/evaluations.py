@@ -13,7 +13,7 @@ EVALUATION_BATCH = 16  # no window trains this micro-batch
 
 
 def train_and_evaluate(participant: Participant, window: int, micro: int) -> NamedTensors:
-    """Train one micro-batch, run another one under no_grad in training and in evaluation mode, and return both outputs."""
+    """Train one micro-batch, run another under no_grad in training and evaluation mode, and return both outputs."""
     train_whole_model(participant, window, micro)
     inputs = participant.get_batch(EVALUATION_BATCH).inputs
     with torch.no_grad():
