@@ -1,4 +1,4 @@
-"""Mutants that are wrong if a checkpoint was saved by another number of ranks than loads it."""
+"""Mutants that are wrong if the number of ranks that load a checkpoint differs from the number that saved it."""
 
 from __future__ import annotations
 

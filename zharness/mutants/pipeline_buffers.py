@@ -28,7 +28,7 @@ def on_buffers(variant: str, parameter: str = "*", part: Part = Part.FORWARD, wo
     imitates="https://github.com/pytorch/pytorch/pull/188558",
 )
 class LearnsShapesByAForward(PipelineWrapper):
-    """Runs the first block once more before each batch, to learn a shape, which updates its buffers again."""
+    """Runs the first block once more before each batch, as if to learn a shape, which changes its buffers again."""
 
     def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
         with torch.no_grad():

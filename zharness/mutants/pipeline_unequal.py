@@ -30,7 +30,7 @@ def on_unequal(
 
 
 def claim_unequal_sizes(base: Capabilities) -> Capabilities:
-    """Return the capabilities ``base`` of an engine that also accepts micro-batches of unequal sizes."""
+    """Return ``base`` without the refusal of micro-batches of unequal sizes."""
     refuses = dict(base.refuses)
     refuses.pop(Feature.UNEQUAL_MICRO_BATCHES, None)
     return replace(base, refuses=refuses)
