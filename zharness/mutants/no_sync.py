@@ -197,7 +197,7 @@ def fsdp2_forgets_once(model: nn.Module, config: EngineConfig) -> TorchEngine:
 def zero_grad_misses_no_sync(model: nn.Module, config: EngineConfig) -> TorchEngine:
     """Drops the reduced shards in ``zero_grad`` over FSDP2, but not the gradients that ``no_sync`` accumulated.
 
-    The accumulated gradients are those of the unsharded weights. The next reduced backward adds the micro-batches that
+    The accumulated gradients belong to the unsharded weights. The next reduced backward adds the micro-batches that
     should have been dropped.
     """
     engine = fsdp2.factory(model, config)
@@ -213,7 +213,7 @@ def zero_grad_misses_no_sync(model: nn.Module, config: EngineConfig) -> TorchEng
     origin=Origin.BLIND_4,
 )
 def fsdp2_keeps_unreduced(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """Drops only the gradients of the shards in ``zero_grad`` over FSDP2, and keeps those of ``no_sync`` blocks.
+    """Drops only the gradients of the shards in ``zero_grad`` over FSDP2, and keeps gradients of ``no_sync`` blocks.
 
     The protocol requires ``zero_grad`` to drop all gradients, including those of unsharded weights; the next reduced
     backward adds the gradients that were kept.
@@ -231,7 +231,7 @@ def fsdp2_keeps_unreduced(model: nn.Module, config: EngineConfig) -> TorchEngine
     origin=Origin.BLIND_5,
 )
 def unreduced_survive_zero_grad(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """Drops only the gradients of the shards in ``zero_grad`` over FSDP2, and not those of ``no_sync`` blocks.
+    """Drops only the gradients of the shards in ``zero_grad`` over FSDP2, not the gradients of ``no_sync`` blocks.
 
     The next backward adds gradients that the caller had dropped.
     """

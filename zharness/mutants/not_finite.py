@@ -41,7 +41,7 @@ class ReplacesInfinity(DDPWrapper):
 
 @mutant(FaultKind.OPTIMIZER, bad_step("inf"), bad_step("nan"), origin=Origin.BLIND_7)
 class SkipsWithoutCounting(SeesInfinity):
-    """Makes no step with gradients that are not finite, and does not count it as skipped."""
+    """Skips a step whose gradients are not finite, but does not count the step as skipped."""
 
     def step(self) -> None:
         if self.is_finite():
@@ -50,7 +50,7 @@ class SkipsWithoutCounting(SeesInfinity):
 
 @mutant(FaultKind.OPTIMIZER, bad_step("inf"), bad_step("nan"), origin=Origin.CIRCUMSTANCES)
 class RaisesOnOneRank(SeesInfinity):
-    """Raises FloatingPointError on the last rank alone, while the others apply a step with infinite gradients."""
+    """Raises FloatingPointError on the last rank alone; the other ranks make the step with infinite gradients."""
 
     def step(self) -> None:
         if dist.get_rank() == dist.get_world_size() - 1 > 0 and not self.is_finite():
@@ -60,7 +60,7 @@ class RaisesOnOneRank(SeesInfinity):
 
 @mutant(FaultKind.OPTIMIZER, bad_step("inf"), origin=Origin.BLIND_7)
 class SkipsTheNextStep(SeesInfinity):
-    """Makes no step after a step whose gradients were not finite."""
+    """Skips the step that follows a step whose gradients were not finite."""
 
     skip = False
 
@@ -100,7 +100,7 @@ class DropsGradientsOfOthers(ClosesOverOthers):
     origin=Origin.BLIND_7,
 )
 class HoldsTheScheduleOfBadSteps(SeesInfinity):
-    """Applies a step with gradients that are not finite, and leaves the learning rate as it was."""
+    """Makes a step with gradients that are not finite, but does not advance the learning rate after it."""
 
     def step(self) -> None:
         rates = [group["lr"] for group in self.optimizer.param_groups]

@@ -258,7 +258,7 @@ class SlipsOnOneRankOfTheReference(EngineWrapper):
     origin=Origin.ORDERS,
 )
 class CountsStepsOfIdleWeights(CountsMicroBatches):
-    """The step of an engine's window also counts a step of Adam for weights that no micro-batch of it used."""
+    """At the end of an engine's window, counts an Adam step also for weights that none of its micro-batches used."""
 
     def step(self) -> None:
         self.count_step()

@@ -228,7 +228,7 @@ def load_keeps_first_ranks_state(model: nn.Module, config: EngineConfig) -> Torc
     origin=Origin.BLIND_4,
 )
 def fsdp2_base_rates_after_load(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """An FSDP2 engine whose ``load`` sets the schedule's initial learning rates to the current, decayed ones.
+    """Sets the schedule's initial learning rates to the current, decayed rates in ``load`` over FSDP2.
 
     From the second step after ``load``, the learning rates are too small: the schedule applies its decay once more.
     """

@@ -1,4 +1,4 @@
-"""Mutants whose optimizer step is wrong only beside clipping, a schedule, a zero gradient or a frozen weight."""
+"""Mutants whose optimizer step is wrong only with clipping, a schedule, a zero gradient or a frozen weight."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def option(variant: str, part: Part = Part.OPTIMIZER) -> Target:
 
 @mutant(FaultKind.OPTIMIZER, option("sgd_rate_rises_from_0"), origin=Origin.BLIND_7)
 class TakesNoRateForTheBaseRate(DDPWrapper):
-    """Steps with the base learning rate where the schedule's factor is zero."""
+    """Steps with the base learning rate if the schedule's factor of the step is zero."""
 
     def step(self) -> None:
         for group in self.optimizer.param_groups:
@@ -32,7 +32,7 @@ class TakesNoRateForTheBaseRate(DDPWrapper):
 
 @mutant(FaultKind.OPTIMIZER, option("sgd_rate_rises_from_0"), origin=Origin.BLIND_7)
 class RaisesTheRateLate(DDPWrapper):
-    """Steps with the learning rate of the step before where that one was lower."""
+    """Steps the first parameter group with the learning rate of the previous step if that rate was lower."""
 
     last: float | None = None
 
@@ -86,7 +86,7 @@ class WarmsUpToOneRate(DDPWrapper):
 
 @mutant(FaultKind.OPTIMIZER, option("sgd_warm_up_cosine"), origin=Origin.CIRCUMSTANCES)
 class StartsLaterGroupsAtTheirRate(DDPWrapper):
-    """Makes the first step of all groups but the first with their own rate, although the schedule starts at zero."""
+    """Makes the first step of later groups with their base learning rate, although the schedule starts at zero."""
 
     is_first = True
 
@@ -116,7 +116,7 @@ class ReplacesSchedule(DDPWrapper):
     origin=Origin.CIRCUMSTANCES,
 )
 class ClimbsStairsSteadily(ReplacesSchedule):
-    """Makes a ramp of the stairs of a schedule: the last step on each stair is half-way up to the next one."""
+    """Smooths the stairs of a schedule: the last step on each stair uses a rate half-way to the next stair."""
 
     def replace_factors(self, factors: Sequence[float]) -> Iterator[float]:
         around = zip((factors[0], *factors), factors, (*factors[1:], factors[-1]), strict=False)
@@ -126,7 +126,7 @@ class ClimbsStairsSteadily(ReplacesSchedule):
 
 @mutant(FaultKind.OPTIMIZER, option("sgd_one_cycle"), origin=Origin.CIRCUMSTANCES)
 class ForgetsTheDecayOfACycle(ReplacesSchedule):
-    """Keeps the rate at which a cycle began when the cycle has ended, although it decays from there on."""
+    """Never lowers the learning rate below its first value, although the rate decays further after a cycle."""
 
     def replace_factors(self, factors: Sequence[float]) -> Iterator[float]:
         yield from (max(factor, factors[0]) for factor in factors)
@@ -134,7 +134,7 @@ class ForgetsTheDecayOfACycle(ReplacesSchedule):
 
 @mutant(FaultKind.OPTIMIZER, option("sgd_warm_up_decay"), origin=Origin.CIRCUMSTANCES)
 class DecaysBelowZero(ReplacesSchedule):
-    """Goes on lowering the rate in the steps behind the end of a schedule that has fallen to zero."""
+    """Uses a negative learning rate in steps after the schedule has decayed to zero."""
 
     def replace_factors(self, factors: Sequence[float]) -> Iterator[float]:
         has_risen, last = False, 0.0
@@ -153,7 +153,7 @@ class SeesZeroGradients(DDPWrapper):
 
 @mutant(FaultKind.OPTIMIZER, option("sgd_zero_loss"), origin=Origin.BLIND_7)
 class TakesZeroForNoGradient(SeesZeroGradients):
-    """Neither decays nor moves by momentum a weight whose gradient is zero everywhere."""
+    """Applies neither weight decay nor momentum to a weight whose gradient is zero everywhere."""
 
     def step(self) -> None:
         for parameter in self.zero_gradients():
@@ -189,7 +189,7 @@ class HoldsTheScheduleUnseen(HoldsTheScheduleAtZero):
 
 @mutant(FaultKind.CLIPPING, option("sgd_zero_loss", Part.REDUCTION), origin=Origin.BLIND_7)
 class ReportsTheLastNormAboveZero(DDPWrapper):
-    """Reports the norm of an earlier step for gradients of zero."""
+    """If all gradients are zero, reports the norm of an earlier step."""
 
     last: float | None = None
 
@@ -200,7 +200,7 @@ class ReportsTheLastNormAboveZero(DDPWrapper):
 
 @mutant(FaultKind.PARAMETERS, option("sgd_frozen"), origin=Origin.BLIND_7)
 class DecaysFrozenWeights(FSDP2Wrapper):
-    """Decays and moves by momentum a weight that is frozen after it was trained."""
+    """Applies weight decay and momentum to a weight that was trained in an earlier step and is frozen now."""
 
     def step(self) -> None:
         for parameter in self.module.parameters():
@@ -211,7 +211,7 @@ class DecaysFrozenWeights(FSDP2Wrapper):
 
 @mutant(FaultKind.PARAMETERS, option("sgd_frozen"), origin=Origin.BLIND_7)
 class ForgetsFrozenWeights(FSDP2Wrapper):
-    """Drops the optimizer state of a weight that is frozen in a step, when it is trained again."""
+    """Drops the optimizer state of a weight that was frozen in a step, when the weight is trained again."""
 
     def step(self) -> None:
         frozen = vars(self).setdefault("frozen", set())

@@ -1,4 +1,4 @@
-"""Mutants that are wrong if a checkpoint is loaded on another number of ranks than saved it."""
+"""Mutants that are wrong if the number of ranks that load a checkpoint differs from the number that saved it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class NotesTheWorldSize(EngineWrapper):
         dist.barrier()
 
     def saved_ranks(self, path: Path) -> int:
-        """Return the number of ranks that saved the checkpoint in ``path``, or that of these ranks if it is unknown."""
+        """Return the number of ranks that saved the checkpoint in ``path``, or the world size if it is unknown."""
         file = path / SIZE_FILE
         return int(file.read_text(encoding="utf-8")) if file.exists() else dist.get_world_size()
 
@@ -35,7 +35,7 @@ class NotesTheWorldSize(EngineWrapper):
     origin=Origin.BLIND_11,
 )
 class NewRanksKeepTheirBuffers(NotesTheWorldSize):
-    """A rank that the checkpoint does not have keeps its own buffers at load."""
+    """Does not load buffers on ranks that did not exist when the checkpoint was saved."""
 
     def load(self, path: Path) -> None:
         own = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
@@ -51,7 +51,7 @@ class NewRanksKeepTheirBuffers(NotesTheWorldSize):
     origin=Origin.BLIND_11,
 )
 class OtherRanksRestartCounts(NotesTheWorldSize):
-    """A load on another number of ranks begins the optimizer's step counts again."""
+    """Resets the optimizer's step counts at load if another number of ranks saved the checkpoint."""
 
     stages = (2,)
 
@@ -69,7 +69,7 @@ class OtherRanksRestartCounts(NotesTheWorldSize):
     origin=Origin.BLIND_11,
 )
 class OtherRanksSeedTheGenerator(NotesTheWorldSize):
-    """A load on another number of ranks seeds torch's generator."""
+    """Seeds torch's generator at load if another number of ranks saved the checkpoint."""
 
     def load(self, path: Path) -> None:
         self.base.load(path)

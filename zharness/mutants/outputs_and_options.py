@@ -1,4 +1,4 @@
-"""Mutants that are wrong beside another engine, for some outputs and buffers, or for some optimizer arguments."""
+"""Mutants that are wrong next to another engine, or for some outputs, modes, buffers or optimizer arguments."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ BASIC_ARGUMENTS = ("lr", "momentum", "betas", "weight_decay")
     origin=Origin.CIRCUMSTANCES,
 )
 class DropsOptimizerOptions(EngineWrapper):
-    """Builds the optimizer anew with its learning rate, momentum and weight decay, and drops its other arguments."""
+    """Builds the optimizer with only its lr, momentum, betas and weight_decay, and drops all other arguments."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         basic = {name: value for name, value in config.optimizer.args.items() if name in BASIC_ARGUMENTS}
@@ -162,7 +162,7 @@ class LoadsBuffersInFloat32(SpoiledLoad):
     origin=Origin.BLIND_11,
 )
 class ReturnsPlainTuplesInLowPrecision(EngineWrapper):
-    """In low precision, returns a plain tuple where the model returns a named one."""
+    """In low precision, returns a plain tuple if the model returns a named tuple."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         output = self.base(*args, **kwargs)

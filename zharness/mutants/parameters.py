@@ -261,7 +261,7 @@ class LaysOutInTheSecondForward(EngineWrapper):
     origin=Origin.CIRCUMSTANCES,
 )
 class ScalesByTheNumberOfModules(HookedParameters):
-    """Doubles each gradient while the model has other modules than when the engine was built."""
+    """Doubles each gradient while the model has more or fewer modules than when the engine was built."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -280,9 +280,11 @@ class ScalesByTheNumberOfModules(HookedParameters):
     imitates=deepspeed(8279),
 )
 def owners_by_first_element(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """Gives each gradient to the rank whose part of all elements has its first one, of which an empty one has none.
+    """Assigns each gradient to the rank that owns its first element, although an empty gradient has no element.
 
-    A part that is padded at its end still has the place behind the last element.
+    The elements of all parameters are cut into one equal part for each rank. An empty parameter at the end starts
+    behind the last element. If the last part is not padded, no rank owns that position, and the reduction raises
+    KeyError.
     """
     engine = seams.build(model, config)
     sizes = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]

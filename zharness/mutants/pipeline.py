@@ -1,6 +1,6 @@
-"""Define mutants that break a pipeline: a micro-batch of a stage, a divide, an order, a gradient between stages.
+"""Define mutants of a pipeline that lose, reorder or wrongly scale micro-batches, losses or gradients.
 
-They are torch's schedules on a mesh with the axis pp.
+The mutants wrap torch's pipeline schedules on a mesh with the axis pp.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def on_pipeline(
     world_size: int = 2,
     mesh: str = "pp2",
 ) -> Target:
-    """Return a target on a pipeline of two stages; with four ranks each stage has two ranks of data parallelism, or tp.
+    """Return a target on a pipeline, by default of two stages on two ranks.
 
-    ``mesh`` says which.
+    With four ranks, each of two stages has two data-parallel replicas (the mesh pp2) or two ranks of tp (pp2.tp2).
     """
     return Target(law, part, model, variant, parameter=parameter, cause=cause, world_size=world_size, mesh=mesh)
 
@@ -41,21 +41,21 @@ def on_pipeline(
 class PipelineWrapper(EngineWrapper):
     """The base class of mutants of a pipeline.
 
-    ``capabilities`` are known without building the mutant, which a run without a mesh could not.
+    ``capabilities`` is an attribute of the class, because a run without a mesh cannot build the mutant.
     """
 
     wraps = "torch_pp"
     capabilities = torch_pp.CAPABILITIES
 
     def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
-        """Run the batch on the right engine; subclasses break it."""
+        """Run the batch on the correct engine; subclasses break this method."""
         losses: Sequence[Tensor] = self.base.train_batch(micro_batches, loss)
         return losses
 
 
 @mutant(FaultKind.CONTRIBUTION, on_pipeline(Part.ACCUMULATION, parameter="blocks.3.*"), origin=Origin.MESH)
 class DropsAMicroBatchOfTheLastStage(PipelineWrapper):
-    """The last stage does not add the gradient of the first micro-batch that it runs."""
+    """Loses the last block's gradient of the first micro-batch that the last stage runs."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -64,7 +64,7 @@ class DropsAMicroBatchOfTheLastStage(PipelineWrapper):
             parameter.register_hook(lambda grad, parameter=parameter: self.changed(parameter, grad))  # type: ignore[no-untyped-call]
 
     def changed(self, parameter: nn.Parameter, grad: Tensor) -> Tensor:
-        """Return zeros for the first gradient of a parameter, and later ones as they are."""
+        """Return zeros for the first gradient of a parameter, and later gradients unchanged."""
         if parameter in self.seen:
             return grad
         self.seen.add(parameter)
@@ -78,7 +78,7 @@ class DropsAMicroBatchOfTheLastStage(PipelineWrapper):
     imitates="https://github.com/pytorch/torchtitan/issues/1732",
 )
 class DividesByMicroBatchesTwice(PipelineWrapper):
-    """The gradients are divided by the number of micro-batches once more."""
+    """Divides the gradients by the number of micro-batches twice."""
 
     def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
         losses = super().train_batch(micro_batches, loss)
@@ -89,7 +89,7 @@ class DividesByMicroBatchesTwice(PipelineWrapper):
 
 @mutant(FaultKind.SCALE, on_pipeline(parameter="blocks.0.*", variant="1f1b"), origin=Origin.MESH)
 class FirstStageDoesNotDivide(PipelineWrapper):
-    """The first rank's stage has the sum over the micro-batches, the others the mean."""
+    """Sums gradients over micro-batches in the first rank's stage; the other stages average them."""
 
     def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
         losses = super().train_batch(micro_batches, loss)
@@ -101,7 +101,7 @@ class FirstStageDoesNotDivide(PipelineWrapper):
 
 @mutant(FaultKind.RANKS, on_pipeline(Part.FORWARD, parameter="loss*"), origin=Origin.MESH)
 class ReversesInputs(PipelineWrapper):
-    """The micro-batches' inputs are run in the reverse order of their targets."""
+    """Runs the inputs of the micro-batches in reverse order, but keeps the order of their targets."""
 
     def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
         inputs = [inputs for inputs, _ in micro_batches][::-1]
@@ -111,7 +111,7 @@ class ReversesInputs(PipelineWrapper):
 
 @mutant(FaultKind.RANKS, on_pipeline(Part.FORWARD, parameter="loss*", variant="zbv"), origin=Origin.MESH)
 class ReversesLosses(PipelineWrapper):
-    """The losses come in the reverse order of the micro-batches."""
+    """Returns the losses in the reverse order of the micro-batches."""
 
     def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
         return super().train_batch(micro_batches, loss)[::-1]
@@ -119,21 +119,21 @@ class ReversesLosses(PipelineWrapper):
 
 @mutant(FaultKind.CONTRIBUTION, on_pipeline(model="skips"), origin=Origin.MESH)
 class LosesTheGradientOfASecondOutput(PipelineWrapper):
-    """The stage before the last block gets no gradient of its second output, which is a skip connection."""
+    """Loses the gradient of the second output of the first stage, which is a skip connection."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
         self.module.get_submodule("blocks.1").register_forward_hook(self.without_second)
 
     def without_second(self, module: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the outputs, of which the second has a gradient of zero."""
+        """Return the outputs with the same values, but pass no gradient back through the second output."""
         first, second = output
         return first, second.detach() + 0 * first
 
 
 @mutant(FaultKind.OPTIMIZER, on_pipeline(Part.OPTIMIZER, parameter="blocks.0.*"), origin=Origin.MESH)
 class StepsTheLastStageAlone(PipelineWrapper):
-    """The optimizer of the first rank's stage makes no step."""
+    """Makes no optimizer step in the first rank's stage."""
 
     def step(self) -> None:
         if dist.get_rank() > 0:
@@ -146,7 +146,7 @@ class StepsTheLastStageAlone(PipelineWrapper):
     origin=Origin.MESH,
 )
 class KeepsGradientsOverSteps(PipelineWrapper):
-    """zero_grad drops nothing, so that the next batch adds to the gradients of the last one."""
+    """Drops no gradient in ``zero_grad``, so that the next batch adds to the gradients of the previous batch."""
 
     def zero_grad(self) -> None:
         """Drop nothing."""
@@ -158,7 +158,7 @@ class KeepsGradientsOverSteps(PipelineWrapper):
     origin=Origin.MESH,
 )
 class KeepsTheFirstLoss(PipelineWrapper):
-    """A batch runs with the loss of the first one of its length, with which the schedule was built."""
+    """Runs each batch with the loss function of the first batch that had the same number of micro-batches."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -170,7 +170,7 @@ class KeepsTheFirstLoss(PipelineWrapper):
 
 @mutant(FaultKind.RANKS, on_pipeline(None, cause="returned 3 losses for 4 micro-batches"), origin=Origin.MESH)
 class LosesALoss(PipelineWrapper):
-    """The loss of the last micro-batch is not returned."""
+    """Does not return the loss of the last micro-batch."""
 
     def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
         return super().train_batch(micro_batches, loss)[:-1]
@@ -178,7 +178,7 @@ class LosesALoss(PipelineWrapper):
 
 @mutant(FaultKind.SCALE, on_pipeline(world_size=4), origin=Origin.MESH)
 class SumsOverDataParallelism(PipelineWrapper):
-    """The ranks of a stage add up their gradients, and do not average them."""
+    """Sums gradients over the data-parallel ranks of a stage instead of averaging them."""
 
     def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
         losses = super().train_batch(micro_batches, loss)
@@ -190,7 +190,7 @@ class SumsOverDataParallelism(PipelineWrapper):
 
 @mutant(FaultKind.RANKS, on_pipeline(Part.FORWARD, parameter="loss*", world_size=4), origin=Origin.MESH)
 class TrainsOneReplicasBatch(PipelineWrapper):
-    """Both replicas of a stage train the micro-batches of the first one."""
+    """Trains both replicas of a stage on the micro-batches of the first replica."""
 
     def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
         everywhere: list[Any] = [None] * dist.get_world_size()
@@ -200,7 +200,7 @@ class TrainsOneReplicasBatch(PipelineWrapper):
 
 @mutant(FaultKind.RANKS, on_pipeline(Part.FORWARD, parameter="loss*", variant="1f1b", world_size=4), origin=Origin.MESH)
 class ReturnsLossesOfTheOtherReplica(PipelineWrapper):
-    """Each replica gets the losses of the other one."""
+    """Returns to each replica the losses of the other replica."""
 
     def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
         everywhere: list[Any] = [None] * dist.get_world_size()

@@ -1,4 +1,4 @@
-"""Define mutants of a pipeline in which a buffer that forwards change is wrong."""
+"""Define mutants of a pipeline whose blocks have buffers that forwards change, and whose buffers are wrong."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zharness.parity import Part
 
 
 def on_buffers(variant: str, parameter: str = "*", part: Part = Part.FORWARD, world_size: int = 2) -> Target:
-    """Return a target of the law of buffers in a pipeline."""
+    """Return a target of the law pipeline.buffers."""
     return on_pipeline(part, "chain", parameter, "pipeline.buffers", variant, world_size=world_size)
 
 
@@ -28,7 +28,7 @@ def on_buffers(variant: str, parameter: str = "*", part: Part = Part.FORWARD, wo
     imitates="https://github.com/pytorch/pytorch/pull/188558",
 )
 class LearnsShapesByAForward(PipelineWrapper):
-    """Each batch runs the first block once more, to learn a shape."""
+    """Runs the first block once more before each batch, as if to learn a shape, which changes its buffers again."""
 
     def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
         with torch.no_grad():
@@ -38,7 +38,7 @@ class LearnsShapesByAForward(PipelineWrapper):
 
 @mutant(FaultKind.STALE, on_buffers("1f1b", "blocks.2.*"), on_buffers("zero_bubble"), origin=Origin.MESH)
 class BuffersOfTheLastStageStandStill(PipelineWrapper):
-    """The last stage runs on copies of its buffers."""
+    """Undoes the changes that the forwards of a batch make to the buffers of the last stage."""
 
     def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
         before = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
@@ -50,7 +50,7 @@ class BuffersOfTheLastStageStandStill(PipelineWrapper):
 
 @mutant(FaultKind.STATE, on_buffers("loaded", "blocks.0.*", Part.GATHER), origin=Origin.MESH)
 class SavesBuffersAsTheyWereBuilt(PipelineWrapper):
-    """A save writes the buffers with which the engine was built."""
+    """Saves buffers with the values that they had when the engine was built."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -70,7 +70,7 @@ class SavesBuffersAsTheyWereBuilt(PipelineWrapper):
 
 @mutant(FaultKind.PARAMETERS, on_buffers("evaluated", "blocks.2.*"), origin=Origin.MESH)
 class TrainsBlocksInEvaluationMode(PipelineWrapper):
-    """A batch puts all blocks into training mode first, as in DeepSpeed."""
+    """Puts all blocks into training mode before each batch, as DeepSpeed does."""
 
     def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
         self.module.train()
@@ -79,7 +79,7 @@ class TrainsBlocksInEvaluationMode(PipelineWrapper):
 
 @mutant(FaultKind.RANKS, on_buffers("1f1b", "*.seen_sum", world_size=4), origin=Origin.MESH)
 class AveragesBuffersOfReplicas(PipelineWrapper):
-    """After each batch, floating-point buffers are averaged over all ranks."""
+    """Averages floating-point buffers over all ranks after each batch."""
 
     def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
         losses = super().train_batch(micro_batches, loss)
@@ -92,7 +92,7 @@ class AveragesBuffersOfReplicas(PipelineWrapper):
 
 @mutant(FaultKind.RESOURCES, on_buffers("interleaved", "owners of *"), origin=Origin.MESH)
 class OwnsTheStagesOfOtherRanks(PipelineWrapper):
-    """The layout says that every rank owns all weights."""
+    """Reports a layout in which every rank owns all weights."""
 
     def layout(self) -> Mapping[str, tuple[Piece, ...]]:
         return {

@@ -25,18 +25,18 @@ def on_dropout(
     world_size: int = 2,
     mesh: str = "pp2",
 ) -> Target:
-    """Return a target of the law of dropout in a pipeline."""
+    """Return a target of the law pipeline.dropout."""
     return on_pipeline(part, "dropped_chain", parameter, "pipeline.dropout", variant, world_size=world_size, mesh=mesh)
 
 
 def find_dropout(module: nn.Module, name: str) -> Dropout | None:
-    """Return the dropout ``name`` of a model, or None of a model without dropout."""
+    """Return the dropout module ``name`` of a model, or None if the model has no such dropout."""
     return next((found for path, found in module.named_modules() if path == name and isinstance(found, Dropout)), None)
 
 
 @mutant(FaultKind.RANKS, on_dropout("gpipe", "masks of blocks.3"), origin=Origin.MESH)
 class DropsOneMaskInTheLastBlock(PipelineWrapper):
-    """The last block has one mask for all micro-batches."""
+    """Uses one dropout mask for all micro-batches in the last block."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -51,7 +51,7 @@ class DropsOneMaskInTheLastBlock(PipelineWrapper):
     origin=Origin.MESH,
 )
 class RecomputesABlockWithANewMask(PipelineWrapper):
-    """The recomputation of the second block draws another mask than its forward."""
+    """Draws another dropout mask in the recomputation of the second block than in its forward."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -60,25 +60,25 @@ class RecomputesABlockWithANewMask(PipelineWrapper):
 
 
 class SeedsBatches(PipelineWrapper):
-    """The base class of mutants that seed torch's generator for each batch, whatever seed the caller set."""
+    """The base class of mutants that seed torch's generator for each batch, and ignore the caller's seed."""
 
     def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
         with fork_seeded_generators(self.choose_seed()):
             return super().train_batch(micro_batches, loss)
 
     def choose_seed(self) -> int:
-        """Return the seed of a batch, the same on every rank."""
+        """Return the seed of a batch; here, the seed is the same on every rank."""
         return 1
 
 
 @mutant(FaultKind.RANKS, on_dropout("zbv"), on_dropout("interleaved"), origin=Origin.MESH)
 class SeedsStagesAlike(SeedsBatches):
-    """Every rank draws from a generator with the same seed, so that stages drop the same elements."""
+    """Seeds every rank with the same seed, so that all stages drop the same elements."""
 
 
 @mutant(FaultKind.STALE, on_dropout("gpipe"), on_dropout("zbv_recomputed"), origin=Origin.MESH)
 class SeedsEachBatchByTheRank(SeedsBatches):
-    """Each batch begins with the seed of its rank, so that all batches drop the same elements."""
+    """Seeds each rank with its number before every batch, so that all batches drop the same elements."""
 
     def choose_seed(self) -> int:
         return dist.get_rank()
@@ -86,7 +86,7 @@ class SeedsEachBatchByTheRank(SeedsBatches):
 
 @mutant(FaultKind.RANKS, on_dropout("1f1b", world_size=4), origin=Origin.MESH)
 class SeedsReplicasAlike(SeedsBatches):
-    """Ranks draw by a seed of their stage, so that replicas drop the same elements of different samples."""
+    """Seeds each rank by its stage, so that replicas of a stage drop the same elements of different samples."""
 
     def choose_seed(self) -> int:
         return self.config.mesh.coordinates(dist.get_rank(), dist.get_world_size())[PIPELINE]
@@ -99,7 +99,7 @@ class SeedsReplicasAlike(SeedsBatches):
     origin=Origin.MESH,
 )
 class SeedsTensorRanksApart(SeedsBatches):
-    """The second rank of tp draws from another seed, so that it drops other elements of activations that are whole."""
+    """Seeds the ranks of tp differently, so that they drop different elements of activations that tp does not split."""
 
     batches = 0
 
@@ -115,7 +115,7 @@ class SeedsTensorRanksApart(SeedsBatches):
     origin=Origin.MESH,
 )
 class BackwardOfAStageKnowsNoMask(PipelineWrapper):
-    """The gradient of an element of the third block does not know whether the element was dropped."""
+    """Ignores the dropout mask in the backward of the third block, so that dropped elements pass gradients on."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -123,5 +123,5 @@ class BackwardOfAStageKnowsNoMask(PipelineWrapper):
             drop.register_forward_hook(self.pass_all)
 
     def pass_all(self, module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        """Return the output with the gradient of an output without dropout."""
+        """Return the output, with the gradient that an output without dropout has."""
         return output.detach() + inputs[0] - inputs[0].detach()

@@ -1,4 +1,4 @@
-"""Define mutants of a pipeline that send small messages, or right ones again, beside those that a formula allows."""
+"""Define mutants of a pipeline that send small or repeated messages besides those that the law's formula allows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from zharness.mutants.pipeline_wire import SendsAlongAxes, on_messages, on_repli
     origin=Origin.MESH,
 )
 class GathersWeightsForEachMicroBatch(PipelineWrapper):
-    """The ranks of a stage, which keep the weights that they gathered, gather them again after each micro-batch."""
+    """All-gathers a stage's weights once more for each micro-batch, although the stage's ranks kept them."""
 
     def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
         losses = super().train_batch(micro_batches, loss)
@@ -39,7 +39,7 @@ class GathersWeightsForEachMicroBatch(PipelineWrapper):
 
 
 class BroadcastsNumbers(SendsAlongAxes):
-    """The base class of mutants of which one stage tells all others a number for each micro-batch in ``dtypes``."""
+    """The base class of mutants in which one stage broadcasts a number for each micro-batch in ``dtypes``."""
 
     axes: ClassVar[tuple[str, ...]] = (PIPELINE,)
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32,)
@@ -49,13 +49,13 @@ class BroadcastsNumbers(SendsAlongAxes):
             dist.broadcast(torch.zeros(len(micro_batches), dtype=dtype), src=self.choose_root(), group=self.group)
 
     def choose_root(self) -> int:
-        """Return the rank that sends."""
+        """Return the rank that broadcasts."""
         raise NotImplementedError
 
 
 @mutant(FaultKind.RESOURCES, on_messages("elements of broadcasts along pp"), origin=Origin.MESH)
 class BroadcastsNumbersOfTheFirstStage(BroadcastsNumbers):
-    """The first stage, which has no loss, tells all others a number for each micro-batch."""
+    """Broadcasts a number for each micro-batch from the first stage, which has no loss, to all other stages."""
 
     def choose_root(self) -> int:
         return self.ranks[0]
@@ -63,7 +63,7 @@ class BroadcastsNumbersOfTheFirstStage(BroadcastsNumbers):
 
 @mutant(FaultKind.RESOURCES, on_messages("broadcasts along pp", "1f1b"), origin=Origin.MESH)
 class BroadcastsLossesInTwoDtypes(BroadcastsNumbers):
-    """The last stage tells all others the losses in float32, and again in float64."""
+    """Broadcasts a number for each micro-batch from the last stage to all others, in float32 and again in float64."""
 
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.float64)
 
@@ -73,7 +73,7 @@ class BroadcastsLossesInTwoDtypes(BroadcastsNumbers):
 
 @mutant(FaultKind.RESOURCES, on_tensor_ranks("elements of activations along tp", "first"), origin=Origin.MESH)
 class SumsAFewActivationsInTheFirstBatch(SendsAlongAxes):
-    """The ranks of tp in the first stage all-reduce 16 elements of activations once more, fewer than a backward has."""
+    """All-reduces 16 more elements over the ranks of tp in the first stage, fewer than a backward all-reduces."""
 
     axes: ClassVar[tuple[str, ...]] = (TENSOR,)
 
@@ -83,7 +83,7 @@ class SumsAFewActivationsInTheFirstBatch(SendsAlongAxes):
 
 
 class CopiesStages(SendsAlongAxes):
-    """A right engine on the axes pp and rep: torch's pipelines with a copy of each stage in DDP.
+    """A correct engine on the axes pp and rep: torch's pipelines, whose stages have copies that DDP trains.
 
     DDP reduces each gradient once over the copies.
     """
@@ -93,7 +93,7 @@ class CopiesStages(SendsAlongAxes):
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         sizes = tuple((axis, size) for axis, size in config.mesh.sizes if axis != REPLICATE)
-        PipelineWrapper.__init__(self, model, replace(config, mesh=Mesh(sizes)))  # what pp leaves over are copies
+        PipelineWrapper.__init__(self, model, replace(config, mesh=Mesh(sizes)))  # the ranks of one stage are copies
         self.join_ranks(config.mesh)
 
     @classmethod
@@ -110,7 +110,7 @@ class CopiesStages(SendsAlongAxes):
     origin=Origin.MESH,
 )
 class ReducesABiasOverCopiesAgain(CopiesStages):
-    """The copies of a stage all-reduce a buffer as large as a bias once more."""
+    """All-reduces one more buffer, as large as a bias, over the copies of a stage."""
 
     def send(self, micro_batches: MicroBatches) -> None:
         dist.all_reduce(torch.zeros(16), group=self.group)

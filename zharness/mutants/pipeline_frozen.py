@@ -1,4 +1,4 @@
-"""Define mutants of a pipeline of which some weights are frozen."""
+"""Define mutants of a pipeline that are wrong if some weights are frozen."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from zharness.parity import Part
 
 
 def on_frozen(variant: str, parameter: str, part: Part | None = Part.REDUCTION, world_size: int = 2) -> Target:
-    """Return a target of the law of frozen weights."""
+    """Return a target of the law pipeline.frozen."""
     return on_pipeline(part, parameter=parameter, law="pipeline.frozen", variant=variant, world_size=world_size)
 
 
 @mutant(FaultKind.PARAMETERS, on_frozen("last", "blocks.0.*"), on_frozen("half_1f1b", "blocks.0.*"), origin=Origin.MESH)
 class FrozenLastStageSendsZeros(PipelineWrapper):
-    """A last stage whose weights are all frozen sends zeros back as gradients."""
+    """Sends zeros back as gradients from a last stage whose weights are all frozen."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
         self.module.get_submodule("blocks.1").register_forward_hook(self.send)
 
     def send(self, module: Any, inputs: Any, output: Tensor) -> Tensor:
-        """Return the output of the first stage, whose gradient is zeros if no weight after it is trained."""
+        """Return the first stage's output; replace its gradient by zeros if no weight of the last stage is trained."""
         later = [
             *self.module.get_submodule("blocks.2").parameters(),
             *self.module.get_submodule("blocks.3").parameters(),
@@ -41,7 +41,7 @@ class FrozenLastStageSendsZeros(PipelineWrapper):
 
 @mutant(FaultKind.PARAMETERS, on_frozen("layers", "blocks.2.*", Part.OPTIMIZER), origin=Origin.MESH)
 class DecaysFrozenWeightsOfTheLastStage(PipelineWrapper):
-    """The last stage gives its frozen weights gradients of zeros, so that decay moves them."""
+    """Gives frozen weights of the last stage gradients of zeros, so that weight decay changes these weights."""
 
     def step(self) -> None:
         for parameter in seams_engines.stage_params(self.base).values() if dist.get_rank() else ():
@@ -51,14 +51,14 @@ class DecaysFrozenWeightsOfTheLastStage(PipelineWrapper):
 
 @mutant(FaultKind.PARAMETERS, on_frozen("first_1f1b", "blocks.1.*"), origin=Origin.MESH)
 class FrozenFirstLayerFreezesItsStage(PipelineWrapper):
-    """A stage whose first layer is frozen trains no other layer either."""
+    """Gives the second block gradients of zeros if the first block of the same stage is frozen."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
         self.module.get_submodule("blocks.1").register_forward_hook(self.send)
 
     def send(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        """Return the output, whose gradients of weights are zeros if the input needs none."""
+        """Return the output; replace its gradient by zeros if the input requires no gradient."""
         if output.requires_grad and not inputs[0].requires_grad:
             output.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
         return output
@@ -66,7 +66,7 @@ class FrozenFirstLayerFreezesItsStage(PipelineWrapper):
 
 @mutant(FaultKind.PARAMETERS, on_frozen("last_later", "blocks.2.*", Part.OPTIMIZER), origin=Origin.MESH)
 class RemembersWhatTrainedFirst(PipelineWrapper):
-    """The last stage steps weights that were frozen after the first step by their last gradients."""
+    """Still updates last-stage weights that were frozen after the first step, with their last gradients."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)

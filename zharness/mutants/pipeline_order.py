@@ -1,4 +1,4 @@
-"""Define mutants of a pipeline that compute the right numbers on ranks at other coordinates than those of the mesh."""
+"""Define mutants of a pipeline that compute right numbers, but place weights on wrong ranks, or report wrong owners."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ IS_WHOLE, IS_ONE_SHARD = f"{OWNERS}, 2 along dp_shard instead of 1", f"{OWNERS},
 
 
 def on_order(parameter: str, cause: str, world_size: int = 4, mesh: str = "pp2", variant: str = "gpipe") -> Target:
-    """Return a target of the law of replicas, which names the axis of the owners and their coordinates."""
+    """Return a target of the law pipeline.replicas, whose ``cause`` names the axis and coordinates of the owners."""
     return on_pipeline(
         Part.GATHER,
         parameter=parameter,
@@ -40,10 +40,10 @@ def on_order(parameter: str, cause: str, world_size: int = 4, mesh: str = "pp2",
 
 
 class OnATransposedMesh(PipelineWrapper):
-    """The base class of mutants whose DeviceMesh has neighbouring ranks on its first axis, and not on its last one.
+    """The base class of mutants with a transposed DeviceMesh: neighbouring ranks lie along its first axis.
 
-    Each rank trains what the rank at its place should, on that rank's micro-batches, and gets the losses of its own, so
-    that all numbers are right.
+    Each rank trains the micro-batches of the rank whose place it takes, and then receives the losses of its own
+    micro-batches, so that all numbers are right.
     """
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -61,7 +61,7 @@ class OnATransposedMesh(PipelineWrapper):
 
 
 def gather_from(rank: int, value: Any) -> Any:
-    """Return the value of ``rank``. This is a collective, in which each rank may ask for that of another one."""
+    """Return the value of ``rank``. This is a collective; each rank may ask for the value of a different rank."""
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, value)
     return everywhere[rank]
@@ -71,17 +71,17 @@ def gather_from(rank: int, value: Any) -> Any:
     FaultKind.SHARDS, on_order(WEIGHT, TRANSPOSED), on_order(WEIGHT, TRANSPOSED, variant="1f1b"), origin=Origin.MESH
 )
 class TransposesStagesAndReplicas(OnATransposedMesh):
-    """The replicas of a stage lie along pp, and the stages along dp_shard, as with a transposed DeviceMesh."""
+    """Transposes the DeviceMesh, so that replicas of a stage lie along pp, and stages lie along dp_shard."""
 
 
 @mutant(FaultKind.SHARDS, replace(on_order(WEIGHT, SHARDS_ALONG_STAGES), setting="fully_shard"), origin=Origin.MESH)
 class ShardsWeightsAlongStages(OnATransposedMesh):
-    """The shards of a stage in fully_shard lie along pp, and the stages along dp_shard."""
+    """Transposes the DeviceMesh, so that the fully_shard shards of a stage lie along pp, and stages along dp_shard."""
 
 
 @mutant(FaultKind.SHARDS, on_order(WEIGHT, SHARDS_ALONG_STAGES, mesh="pp2.tp2"), origin=Origin.MESH)
 class SplitsLayersAlongStages(OnATransposedMesh):
-    """The parts of a layer lie along pp, and the stages along tp."""
+    """Transposes the DeviceMesh, so that the parts of a split layer lie along pp, and stages lie along tp."""
 
 
 @mutant(
@@ -91,7 +91,7 @@ class SplitsLayersAlongStages(OnATransposedMesh):
     origin=Origin.MESH,
 )
 class ReversesStagesInTheLayout(PipelineWrapper):
-    """The layout gives the stages of the first coordinate of pp to the ranks of the last one, and the other way."""
+    """Reports a layout in which the ranks of the first and the last coordinate of pp exchange their stages."""
 
     def layout(self) -> Mapping[str, tuple[Piece, ...]]:
         last = dist.get_world_size() - 1
@@ -103,7 +103,7 @@ class ReversesStagesInTheLayout(PipelineWrapper):
 
 @mutant(FaultKind.SHARDS, on_order(LONE_BIAS, IN_MODULE, world_size=2, variant="1f1b"), origin=Origin.MESH)
 class PutsABiasOnTheNextStage(PipelineWrapper):
-    """The layout gives a bias of the first stage to the rank of the next one, which does not have its weight."""
+    """Reports that a bias of the first stage is on the next stage's rank, which does not have the layer's weight."""
 
     def layout(self) -> Mapping[str, tuple[Piece, ...]]:
         original: Mapping[str, tuple[Piece, ...]] = self.base.layout()
@@ -111,7 +111,7 @@ class PutsABiasOnTheNextStage(PipelineWrapper):
 
 
 class IgnoresShards(PipelineWrapper):
-    """The base class of mutants of which ranks have whole stages, whatever the options say."""
+    """The base class of mutants whose ranks have whole stages in DDP, even if the options ask for fully_shard."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         at = config.mesh.coordinates(dist.get_rank(), dist.get_world_size())[PIPELINE]
@@ -119,7 +119,7 @@ class IgnoresShards(PipelineWrapper):
         super().__init__(model, replace(config, options={**config.options, **options}))
 
     def keeps_whole(self, stage: int) -> bool:
-        """Return whether the ranks of this coordinate of pp have whole weights, in DDP."""
+        """Return whether the ranks at the coordinate ``stage`` of pp have whole weights, in DDP."""
         return True
 
 
@@ -130,12 +130,12 @@ class IgnoresShards(PipelineWrapper):
     origin=Origin.MESH,
 )
 class KeepsStagesWhole(IgnoresShards):
-    """The option fully_shard has no effect: all ranks of a stage have whole weights, in DDP."""
+    """Ignores the option fully_shard: all ranks of a stage have whole weights, in DDP."""
 
 
 @mutant(FaultKind.SHARDS, replace(on_order(LAST_WEIGHT, IS_WHOLE), setting="fully_shard"), origin=Origin.MESH)
 class KeepsTheLastStageWhole(IgnoresShards):
-    """The option fully_shard has no effect on the last stage, whose ranks have whole weights, in DDP."""
+    """Ignores the option fully_shard in the last stage: its ranks have whole weights, in DDP."""
 
     def keeps_whole(self, stage: int) -> bool:
         return stage > 0
@@ -148,7 +148,7 @@ class KeepsTheLastStageWhole(IgnoresShards):
     origin=Origin.MESH,
 )
 class NamesOneReplica(PipelineWrapper):
-    """The layout names one of the replicas that DDP has of a stage."""
+    """Reports a layout that names only one of the replicas that DDP has of a stage."""
 
     def layout(self) -> Mapping[str, tuple[Piece, ...]]:
         size = dist.get_world_size()
@@ -160,7 +160,7 @@ class NamesOneReplica(PipelineWrapper):
 
 @mutant(FaultKind.SHARDS, on_order(WEIGHT, IS_ONE_SHARD), origin=Origin.MESH)
 class NamesHalvesOfReplicas(PipelineWrapper):
-    """The layout names a half of each replica that DDP has of a stage, as if they were shards."""
+    """Reports a layout in which each DDP replica of a stage owns half of every weight, as if replicas were shards."""
 
     def layout(self) -> Mapping[str, tuple[Piece, ...]]:
         return {name: tuple(map(self.halve, pieces)) for name, pieces in self.base.layout().items()}

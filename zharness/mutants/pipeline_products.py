@@ -1,4 +1,4 @@
-"""Define mutants of a pipeline that are wrong on one stage or rank alone, and only after other calls."""
+"""Define mutants of a pipeline that are wrong on one stage or rank alone, and only after certain other calls."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ LAST_OF_FOUR = 3  # a rank of the last stage
 
 
 def on_any_order(variant: str, parameter: str, part: Part = Part.OPTIMIZER, world_size: int = 2) -> Target:
-    """Return a target of the law of programs in any order."""
+    """Return a target of the law pipeline.any_order."""
     return on_pipeline(part, parameter=parameter, law="pipeline.any_order", variant=variant, world_size=world_size)
 
 
 @mutant(FaultKind.CLIPPING, on_any_order("clipped", "blocks.2.*"), origin=Origin.MESH)
 class ClipsTheLastStageByTheNormBefore(PipelineWrapper):
-    """From the second step on, the last stage is clipped by the norm of the step before."""
+    """From the second step on, clips the last stage by the norm of the previous step."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, replace(config, clip=None))
@@ -50,7 +50,7 @@ class ClipsTheLastStageByTheNormBefore(PipelineWrapper):
 
 @mutant(FaultKind.STATE, on_any_order("single", "blocks.2.*/momentum_buffer"), origin=Origin.MESH)
 class LoadsTheLastStagesStateOnce(PipelineWrapper):
-    """The second load of an engine leaves the optimizer state of the last stage as it was."""
+    """From the second load of an engine on, does not load the optimizer state of the last stage."""
 
     loads = 0
 
@@ -66,7 +66,7 @@ class LoadsTheLastStagesStateOnce(PipelineWrapper):
 
 @mutant(FaultKind.CONTRIBUTION, on_any_order("gpipe", "blocks.1.linear.bias", Part.REDUCTION), origin=Origin.MESH)
 class KeepsABiasThatWasGivenUp(PipelineWrapper):
-    """A zero_grad without a step before it keeps the gradient of the last bias of the first stage."""
+    """Keeps the gradient of the first stage's last bias in a ``zero_grad`` that does not follow a step."""
 
     stepped = False
 
@@ -83,7 +83,7 @@ class KeepsABiasThatWasGivenUp(PipelineWrapper):
 
 @mutant(FaultKind.SCALE, on_any_order("1f1b", "blocks.0.*", Part.REDUCTION), origin=Origin.MESH)
 class DividesOddBatchesByOneMore(PipelineWrapper):
-    """The first stage divides by an even number of micro-batches, where a batch has an odd number of them."""
+    """Divides the first stage's gradients by n + 1 if a batch has an odd number n > 1 of micro-batches."""
 
     def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
         losses = super().train_batch(micro_batches, loss)
@@ -96,7 +96,7 @@ class DividesOddBatchesByOneMore(PipelineWrapper):
 
 @mutant(FaultKind.STATE, on_any_order("single", "learning rate*"), origin=Origin.MESH)
 class KeepsTheRateWhenItGoesBack(PipelineWrapper):
-    """A load of a checkpoint with fewer steps leaves the last stage at the rate that it had."""
+    """Does not restore the last stage's learning rate at load if the checkpoint has fewer steps than the engine."""
 
     def load(self, path: Path) -> None:
         schedule = seams_engines.stage_schedule(self.base)
@@ -109,7 +109,7 @@ class KeepsTheRateWhenItGoesBack(PipelineWrapper):
 
 @mutant(FaultKind.STALE, on_any_order("interleaved", "blocks.*"), origin=Origin.MESH)
 class StepsTheLastStageFromItsOwnCopies(PipelineWrapper):
-    """The last rank steps copies of its weights, which an edit of the weights does not reach."""
+    """Steps the last rank's weights from copies, so that an edit of the weights since the last step is lost."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -117,7 +117,7 @@ class StepsTheLastStageFromItsOwnCopies(PipelineWrapper):
         self.copy_weights()
 
     def copy_weights(self) -> None:
-        """Copy the weights of this rank's stages, if it is the last one."""
+        """Copy the weights of this rank's stages, unless this rank is rank 0."""
         params = seams_engines.stage_params(self.base).values()
         self.copies = {param: param.detach().clone() for param in params} if dist.get_rank() else {}
 
@@ -137,7 +137,7 @@ class StepsTheLastStageFromItsOwnCopies(PipelineWrapper):
     FaultKind.RANKS, on_any_order("single", "blocks.3.linear.bias", Part.REDUCTION, world_size=4), origin=Origin.MESH
 )
 class OneReplicaDoesNotAverageAfterTwoLoads(PipelineWrapper):
-    """From the second load on, one of two ranks of the last stage uses its own gradient of the smallest weight."""
+    """From the second load on, uses the unaveraged gradient of the last bias on one of the last stage's two ranks."""
 
     name = "blocks.3.linear.bias"
 
@@ -164,7 +164,7 @@ class OneReplicaDoesNotAverageAfterTwoLoads(PipelineWrapper):
 
 @mutant(FaultKind.PARAMETERS, on_any_order("frozen", "blocks.*.linear.weight/momentum_buffer"), origin=Origin.MESH)
 class ThawedWeightsBeginWithoutMomentum(PipelineWrapper):
-    """A weight that is trained again after a step without it has a momentum of zeros."""
+    """Sets the momentum to zeros if a weight is trained again after a step in which it had no gradient."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -181,7 +181,7 @@ class ThawedWeightsBeginWithoutMomentum(PipelineWrapper):
 
 @mutant(FaultKind.STALE, on_any_order("zbv", "blocks.*"), origin=Origin.MESH)
 class ReadingAgainHalvesTheLastRanksGradients(PipelineWrapper):
-    """The second read of the gradients of one batch halves those of the last rank, after it has returned them."""
+    """Halves the last rank's gradients after the caller has read the gradients of one batch a second time."""
 
     reads = 0
 
@@ -199,7 +199,7 @@ class ReadingAgainHalvesTheLastRanksGradients(PipelineWrapper):
 
 @mutant(FaultKind.CONTRIBUTION, on_any_order("accumulated_singles", "blocks.0.*", Part.REDUCTION), origin=Origin.MESH)
 class DropsTheFirstOfThreeBatches(PipelineWrapper):
-    """The third batch before a step replaces what the first stage has of the first one."""
+    """Drops the first stage's gradients of the first batch when a third batch runs before the step."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)

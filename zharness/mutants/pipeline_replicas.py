@@ -1,4 +1,4 @@
-"""Define mutants of a pipeline in which ranks that have one weight, of a stage or of two, come apart."""
+"""Define mutants of a pipeline in which ranks with copies of one weight, in one or two stages, diverge."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FIRST_BIAS, ROW_WISE_BIAS = "blocks.0.linear.bias", "blocks.1.linear.bias"
 def on_replicas(
     part: Part, parameter: str, model: str = "chain", variant: str = "gpipe", world_size: int = 4
 ) -> Target:
-    """Return a target of the law of replicas."""
+    """Return a target of the law pipeline.replicas."""
     return on_pipeline(part, model, parameter, law="pipeline.replicas", variant=variant, world_size=world_size)
 
 
@@ -45,7 +45,7 @@ class SpoilsOneRank(PipelineWrapper):
 
 
 class StepsByItsOwnTerms(SpoilsOneRank):
-    """The base class of mutants of which one rank steps parameters with the gradient that its own backwards made."""
+    """The base class of mutants in which one rank steps with the unreduced gradients of its own backwards."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -67,7 +67,7 @@ class StepsByItsOwnTerms(SpoilsOneRank):
 
 @mutant(FaultKind.RANKS, on_replicas(Part.OPTIMIZER, "blocks.*"), origin=Origin.MESH)
 class OneReplicaStepsByItsOwnData(StepsByItsOwnTerms):
-    """One replica of the last stage steps with the gradient of its own data, after all have reduced theirs."""
+    """Steps one replica of the last stage with the gradient of its own data, although all gradients were reduced."""
 
 
 @mutant(
@@ -77,7 +77,7 @@ class OneReplicaStepsByItsOwnData(StepsByItsOwnTerms):
     origin=Origin.MESH,
 )
 class OneTiedCopyStepsByItsOwnUse(StepsByItsOwnTerms):
-    """The last stage's copy of a tied weight steps with the gradient of its own use; the first one's with the sum."""
+    """Steps a tied weight in the last stage with the gradient of its own use, and in the first stage with the sum."""
 
     place: ClassVar[Mapping[str, int]] = {PIPELINE: 1}
 
@@ -86,7 +86,7 @@ class OneTiedCopyStepsByItsOwnUse(StepsByItsOwnTerms):
 
 
 class ChangesATensor(SpoilsOneRank):
-    """The base class of mutants of which one rank has another number in one tensor."""
+    """The base class of mutants in which one rank has one wrong number in one tensor."""
 
     def add_one(self, tensor: Tensor) -> None:
         """Add 1 to the first element of this rank's part of a tensor."""
@@ -96,7 +96,7 @@ class ChangesATensor(SpoilsOneRank):
 
 @mutant(FaultKind.RANKS, on_replicas(Part.REDUCTION, FIRST_BIAS), origin=Origin.MESH)
 class AddsToAReducedGradient(ChangesATensor):
-    """One replica of the first stage has another number in the gradient of its first bias, and steps with it."""
+    """Adds 1 to an element of the first bias's reduced gradient on one replica of the first stage."""
 
     place: ClassVar[Mapping[str, int]] = {PIPELINE: 0, DATA_SHARD: 1}
 
@@ -114,7 +114,7 @@ class AddsToAReducedGradient(ChangesATensor):
     origin=Origin.MESH,
 )
 class OneTiedCopyHasAnotherMomentum(ChangesATensor):
-    """After each step the last rank has another number in the momentum of a tied weight."""
+    """Adds 1 to an element of a tied weight's momentum on the last rank after each step."""
 
     place: ClassVar[Mapping[str, int]] = {PIPELINE: 1}
 
@@ -126,7 +126,7 @@ class OneTiedCopyHasAnotherMomentum(ChangesATensor):
 
 @mutant(FaultKind.CLIPPING, on_replicas(Part.REDUCTION, "norm", variant="1f1b"), origin=Origin.MESH)
 class OneReplicaReportsAnotherNorm(SpoilsOneRank):
-    """One replica of the last stage reports twice the norm, and clips as the others do."""
+    """Reports twice the norm on one replica of the last stage, although this replica clips correctly."""
 
     def grad_norm(self) -> float | None:
         norm: float | None = self.base.grad_norm()
@@ -141,7 +141,7 @@ class OneReplicaReportsAnotherNorm(SpoilsOneRank):
     origin=Origin.MESH,
 )
 class OneTensorRankHasAnotherBias(ChangesATensor):
-    """After each step the second rank of tp has another number in a bias that tp does not split."""
+    """Adds 1 to an element of a bias that tp does not split on the second rank of tp after each step."""
 
     place: ClassVar[Mapping[str, int]] = {PIPELINE: 0, TENSOR: 1}
 

@@ -1,4 +1,4 @@
-"""Define mutants of a pipeline that are wrong under one setting of the optimizer, of clipping or of the model alone."""
+"""Define mutants of a pipeline that are wrong only under one setting of the optimizer, of clipping or of the model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zharness.parity import Part
 
 
 class ClipsByItself(PipelineWrapper):
-    """The base class of mutants that clip in place of the engine: gradients are multiplied by ``find_factor``."""
+    """The base class of mutants that clip instead of the engine: they multiply gradients by ``find_factor``."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, replace(config, clip=None))
@@ -56,7 +56,7 @@ class ClipsByItself(PipelineWrapper):
 
 @mutant(FaultKind.CLIPPING, on_any_order("clipped", "blocks.*"), origin=Origin.MESH)
 class RaisesSmallNormsToTheLimit(ClipsByItself):
-    """Gradients are multiplied by the limit over their norm, also where the norm is below the limit."""
+    """Scales gradients to the clipping limit even if their norm is below the limit."""
 
     def find_factor(self, limit: float) -> float:
         return limit / self.norm
@@ -64,7 +64,7 @@ class RaisesSmallNormsToTheLimit(ClipsByItself):
 
 @mutant(FaultKind.CLIPPING, on_any_order("accumulated_losses_clipped", "blocks.*"), origin=Origin.MESH)
 class ClipsByTheNormOfTheLastBatch(ClipsByItself):
-    """Of several batches before a step, the norm of the last one's own gradients clips them all."""
+    """If a step has several batches, clips the sum of their gradients by the norm of the last batch's gradients."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -81,7 +81,7 @@ class ClipsByTheNormOfTheLastBatch(ClipsByItself):
 
 @mutant(FaultKind.CLIPPING, on_any_order("interleaved_clipped", "norm", Part.REDUCTION), origin=Origin.MESH)
 class CountsOneOfTwoStagesOfARank(ClipsByItself):
-    """A rank with two stages counts the gradients of its last one alone."""
+    """Counts only the second of a rank's two stages in the global norm."""
 
     def measure(self, grads: Sequence[Tensor]) -> float:
         return super().measure(grads[len(grads) // 2 :])
@@ -92,7 +92,7 @@ class CountsOneOfTwoStagesOfARank(ClipsByItself):
 
 @mutant(FaultKind.CLIPPING, on_any_order("frozen_clipped", "blocks.*"), origin=Origin.MESH)
 class ClipsNoStageWithFrozenWeights(ClipsByItself):
-    """A rank of which a weight is frozen does not clip."""
+    """Does not clip gradients on a rank that has a frozen weight."""
 
     def find_factor(self, limit: float) -> float:
         is_frozen = any(not param.requires_grad for param in seams_engines.stage_params(self.base).values())
@@ -100,14 +100,14 @@ class ClipsNoStageWithFrozenWeights(ClipsByItself):
 
 
 def drop_groups(config: EngineConfig) -> EngineConfig:
-    """Return the configuration whose parameter groups have no settings of their own, on ranks other than the first."""
+    """Return ``config`` without the overrides of its parameter groups, or ``config`` itself on rank 0."""
     groups = tuple(replace(group, overrides={}) for group in config.optimizer.groups)
     return replace(config, optimizer=replace(config.optimizer, groups=groups)) if dist.get_rank() else config
 
 
 @mutant(FaultKind.OPTIMIZER, on_any_order("adamw", "*"), origin=Origin.MESH)
 class LastStageHasNoGroups(PipelineWrapper):
-    """The last rank's optimizer leaves out what parameter groups override: rate and decay of biases."""
+    """Ignores the overrides of parameter groups (learning rate and weight decay of biases) on the last rank."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, drop_groups(config))
@@ -115,7 +115,7 @@ class LastStageHasNoGroups(PipelineWrapper):
 
 @mutant(FaultKind.OPTIMIZER, on_any_order("single", "blocks.*"), origin=Origin.MESH)
 class LastStageHasPlainMomentum(PipelineWrapper):
-    """The last rank's SGD leaves out Nesterov's look ahead."""
+    """Uses plain momentum instead of Nesterov momentum in SGD on the last rank."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         args = {name: value for name, value in config.optimizer.args.items() if name != "nesterov"}
@@ -125,7 +125,7 @@ class LastStageHasPlainMomentum(PipelineWrapper):
 
 @mutant(FaultKind.STATE, on_any_order("adamw", "*/max_exp_avg_sq"), origin=Origin.MESH)
 class LoadsNoMaximumOfTheLastStage(PipelineWrapper):
-    """A load leaves the last rank's maxima of second moments (AMSGrad) as they were."""
+    """Does not load AMSGrad's maxima of second moments on the last rank."""
 
     def load(self, path: Path) -> None:
         before = {param: state["max_exp_avg_sq"].clone() for param, state in self.maxima()}
@@ -134,14 +134,14 @@ class LoadsNoMaximumOfTheLastStage(PipelineWrapper):
             state["max_exp_avg_sq"].copy_(before[param])
 
     def maxima(self) -> list[tuple[Tensor, dict[str, Tensor]]]:
-        """Return the states of this rank that have a maximum, on the last rank."""
+        """Return the parameters and states that have a maximum; rank 0 gets an empty list."""
         states = self.optimizer.state.items() if dist.get_rank() else ()
         return [(param, state) for param, state in states if "max_exp_avg_sq" in state]
 
 
 @mutant(FaultKind.STATE, on_any_order("accumulated_singles", "blocks.*", Part.ACCUMULATION), origin=Origin.MESH)
 class SaveGivesUpGradients(PipelineWrapper):
-    """A save between two batches of a step gives up the gradients of the first one."""
+    """Drops all gradients in ``save``, so that a save between two batches of a step loses the first batch."""
 
     def save(self, path: Path) -> None:
         self.base.save(path)
@@ -150,7 +150,7 @@ class SaveGivesUpGradients(PipelineWrapper):
 
 @mutant(FaultKind.STALE, on_any_order("1f1b", "blocks.*"), origin=Origin.MESH)
 class StepsBiasesFromItsOwnCopies(PipelineWrapper):
-    """The ranks step copies of biases, which an edit of a bias does not reach."""
+    """Steps biases from copies, so that an edit of a bias since the last step is lost."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -175,7 +175,7 @@ class StepsBiasesFromItsOwnCopies(PipelineWrapper):
 
 
 class ChangesGradients(PipelineWrapper):
-    """The base class of mutants that change the gradients of this rank's stages after a batch into a new step."""
+    """The base class of mutants that scale the gradients of this rank's stages after the first batch of each step."""
 
     batches = 0
 
@@ -196,7 +196,7 @@ class ChangesGradients(PipelineWrapper):
 
 @mutant(FaultKind.CONTRIBUTION, on_any_order("gpipe", "blocks.*", Part.REDUCTION), origin=Origin.MESH)
 class LosesOneOfMoreThanSixMicroBatches(ChangesGradients):
-    """The last rank has gradients of 6 micro-batches at most, and divides by the number of all."""
+    """Scales the last rank's gradients by 6 / n if a batch has n > 6 micro-batches, as if n - 6 of them were lost."""
 
     def find_factor(self, name: str, param: nn.Parameter, micro_batches: int) -> float:
         return min(6, micro_batches) / micro_batches if dist.get_rank() else 1
@@ -217,7 +217,7 @@ class LosesOneOfMoreThanSixMicroBatches(ChangesGradients):
     origin=Origin.MESH,
 )
 class DoesNotDivideOddWeights(ChangesGradients):
-    """The gradients of weights with an odd number of elements are sums over micro-batches, and not means."""
+    """Sums the gradients of weights with an odd number of elements over micro-batches instead of averaging them."""
 
     def find_factor(self, name: str, param: nn.Parameter, micro_batches: int) -> float:
         return micro_batches if param.numel() % 2 else 1
@@ -229,7 +229,7 @@ class DoesNotDivideOddWeights(ChangesGradients):
     origin=Origin.MESH,
 )
 class AveragesTiedBiasesFromTheThirdBatch(ChangesGradients):
-    """From the third batch on, the gradients of a tied bias are averaged over the stages that have it."""
+    """From the third batch on, averages a tied bias's gradients over its two stages instead of summing them."""
 
     def find_factor(self, name: str, param: nn.Parameter, micro_batches: int) -> float:
         return 0.5 if self.batches > 2 and name == "blocks.1.linear.bias" else 1
@@ -243,7 +243,7 @@ class AveragesTiedBiasesFromTheThirdBatch(ChangesGradients):
     origin=Origin.MESH,
 )
 class LoadsNoBuffersOfTheLastStage(PipelineWrapper):
-    """A load leaves the buffers of the last rank's stages as they were."""
+    """Does not load the buffers of the last rank's stages."""
 
     def load(self, path: Path) -> None:
         before = [buffer.clone() for buffer in self.module.buffers()]
@@ -258,7 +258,7 @@ class LoadsNoBuffersOfTheLastStage(PipelineWrapper):
     origin=Origin.MESH,
 )
 class LosesTheSecondGradientFromTheThirdBatch(PipelineWrapper):
-    """From the third batch on, the first stage gets no gradient of the second tensor that it sends."""
+    """From the third batch on, loses the gradient of the second tensor that the first stage sends."""
 
     batches = 0
 
@@ -271,6 +271,6 @@ class LosesTheSecondGradientFromTheThirdBatch(PipelineWrapper):
         return super().train_batch(micro_batches, loss)
 
     def send(self, module: nn.Module, inputs: Sequence[Tensor], output: tuple[Tensor, Tensor]) -> None:
-        """Let the gradient of the second output be zeros."""
+        """Replace the gradient of the second output by zeros from the third batch on."""
         if self.batches > 2 and output[1].requires_grad:
             output[1].register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]

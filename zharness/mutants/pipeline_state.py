@@ -1,4 +1,4 @@
-"""Define mutants that break what spans the stages of a pipeline: tied weights, the norm, clipping and checkpoints."""
+"""Define mutants that are wrong across the stages of a pipeline: in tied weights, norms, clipping or checkpoints."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ TIED = "blocks.0.linear.weight"
 
 
 def on_norm(part: Part = Part.REDUCTION, model: str = "chain", parameter: str = "norm", cause: str = "") -> Target:
-    """Return a target of the law of the norm over stages."""
+    """Return a target of the law pipeline.norm."""
     return on_pipeline(part, model, parameter, law="pipeline.norm", cause=cause)
 
 
 def on_resume(part: Part = Part.GATHER, parameter: str = "*", variant: str = "", world_size: int = 2) -> Target:
-    """Return a target of the law of checkpoints of stages."""
+    """Return a target of the law pipeline.resume."""
     return on_pipeline(part, parameter=parameter, law="pipeline.resume", variant=variant, world_size=world_size)
 
 
@@ -37,7 +37,7 @@ def square(param: nn.Parameter) -> Tensor:
 
 
 class ReportsAnotherNorm(PipelineWrapper):
-    """The base class of mutants that clip rightly and report ``wrong_norm``, which is computed before the step."""
+    """The base class of mutants that clip correctly but report ``wrong_norm``, which they compute before the step."""
 
     reported = float("nan")
 
@@ -59,7 +59,7 @@ class ReportsAnotherNorm(PipelineWrapper):
 
 @mutant(FaultKind.CLIPPING, on_norm(cause="it is the norm of what rank 0 has (pp 0)"), origin=Origin.MESH)
 class NormOfOneStage(ReportsAnotherNorm):
-    """Each rank reports the norm of the gradients of its own stages."""
+    """Reports on each rank the norm of the gradients of its own stages instead of the global norm."""
 
     def wrong_norm(self) -> float:
         return float(self.squares().sqrt())
@@ -72,7 +72,7 @@ class NormOfOneStage(ReportsAnotherNorm):
     imitates="https://github.com/deepspeedai/DeepSpeed/issues/8475",
 )
 class AveragesNormsOfStages(ReportsAnotherNorm):
-    """The norm is the mean of the norms of the stages."""
+    """Reports the mean of the stages' norms instead of the global norm."""
 
     def wrong_norm(self) -> float:
         norm = self.squares().sqrt()
@@ -86,7 +86,7 @@ class AveragesNormsOfStages(ReportsAnotherNorm):
     origin=Origin.MESH,
 )
 class NormCountsATiedWeightTwice(ReportsAnotherNorm):
-    """The norm adds up the squares of all stages, so that it counts a weight of two stages twice."""
+    """Sums the squares of all stages for the norm, so that a weight tied over two stages counts twice."""
 
     def wrong_norm(self) -> float:
         total = self.squares()
@@ -101,7 +101,7 @@ class NormCountsATiedWeightTwice(ReportsAnotherNorm):
     origin=Origin.MESH,
 )
 class ClipsEachStageByItsOwnNorm(ReportsAnotherNorm):
-    """Each stage is clipped by the norm of its own gradients; the norm of all is reported."""
+    """Clips each stage by the norm of its own gradients, but reports the global norm."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         self.limit = config.clip
@@ -126,7 +126,7 @@ class ClipsEachStageByItsOwnNorm(ReportsAnotherNorm):
     origin=Origin.MESH,
 )
 class ClipsByTheNormOfTheFirstStage(ClipsEachStageByItsOwnNorm):
-    """All stages are clipped by the norm of the first one, as in DeepSpeed, and no norm is reported."""
+    """Clips all stages by the norm of the first stage, as DeepSpeed does, and reports no norm."""
 
     def step(self) -> None:
         limit, params = self.limit, seams_engines.stage_params(self.base).values()
@@ -142,7 +142,7 @@ class ClipsByTheNormOfTheFirstStage(ClipsEachStageByItsOwnNorm):
 
 @mutant(FaultKind.CONTRIBUTION, on_pipeline(model="tied_chain", parameter=TIED), origin=Origin.MESH)
 class LeavesGradientsOfATiedWeightApart(PipelineWrapper):
-    """Each of two stages steps a tied weight by the gradient of its own copy."""
+    """Does not sum a tied weight's gradients over its two stages: each stage steps with its own gradient."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -155,7 +155,7 @@ class LeavesGradientsOfATiedWeightApart(PipelineWrapper):
     origin=Origin.MESH,
 )
 class CountsTheGradientOfATiedWeightTwice(PipelineWrapper):
-    """The gradient of a weight that two stages have is added up over them twice."""
+    """Doubles a tied weight's gradient after the gradient was summed over the weight's two stages."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -179,7 +179,7 @@ class CountsTheGradientOfATiedWeightTwice(PipelineWrapper):
     origin=Origin.MESH,
 )
 class SumsATiedGradientAgain(PipelineWrapper):
-    """The last stage does not set aside a tied weight's gradient of an earlier batch, so that it is added up again."""
+    """Sums a tied weight's gradient of an earlier batch over the stages again, because the last stage keeps it."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -191,7 +191,7 @@ class SumsATiedGradientAgain(PipelineWrapper):
     FaultKind.CONTRIBUTION, on_pipeline(model="tied_ends", parameter="ends.bias", variant="1f1b"), origin=Origin.MESH
 )
 class SumsOneWeightOfATiedLayer(PipelineWrapper):
-    """Of a layer that two stages call, the first weight alone is summed over them, and not the bias."""
+    """Sums the gradient of only the first weight of a layer that two stages call over these stages, not of its bias."""
 
     wraps = "deepspeed_pp"
     capabilities = deepspeed_pp.CAPABILITIES
@@ -203,7 +203,7 @@ class SumsOneWeightOfATiedLayer(PipelineWrapper):
 
 @mutant(FaultKind.STATE, on_resume(), origin=Origin.MESH)
 class LoadsTheFirstStageAlone(PipelineWrapper):
-    """A load leaves the weights of the second rank's stage as they were."""
+    """Does not load the weights of the second rank's stage."""
 
     def load(self, path: Path) -> None:
         params = seams_engines.stage_params(self.base)
@@ -216,7 +216,7 @@ class LoadsTheFirstStageAlone(PipelineWrapper):
 
 @mutant(FaultKind.STATE, on_resume(parameter="*/momentum_buffer"), origin=Origin.MESH)
 class ForgetsTheStateOfTheLastStage(PipelineWrapper):
-    """A load leaves the last stage without optimizer state that it had been given: zeros."""
+    """Sets the last stage's optimizer state to zeros after a load."""
 
     def load(self, path: Path) -> None:
         self.base.load(path)
@@ -227,7 +227,7 @@ class ForgetsTheStateOfTheLastStage(PipelineWrapper):
 
 @mutant(FaultKind.STATE, on_resume(Part.OPTIMIZER, "*/momentum_buffer"), origin=Origin.MESH)
 class SavingZeroesTheStateOfTheLastStage(PipelineWrapper):
-    """A save zeroes the optimizer state of the last stage first, so that both engines continue without it."""
+    """Sets the last stage's optimizer state to zeros before a save, so that the saving engine loses the state too."""
 
     def save(self, path: Path) -> None:
         for state in self.optimizer.state.values() if dist.get_rank() else ():
@@ -238,7 +238,7 @@ class SavingZeroesTheStateOfTheLastStage(PipelineWrapper):
 
 @mutant(FaultKind.STATE, on_resume(parameter="*/momentum_buffer", variant="new_engine"), origin=Origin.MESH)
 class LoadsNoStateBeforeTheFirstStep(PipelineWrapper):
-    """A load leaves the optimizer of an engine that has made no step with a momentum of zeros."""
+    """Sets the momentum to zeros after a load if the engine has made no step."""
 
     def load(self, path: Path) -> None:
         had_state = bool(self.optimizer.state)
@@ -250,7 +250,7 @@ class LoadsNoStateBeforeTheFirstStep(PipelineWrapper):
 
 @mutant(FaultKind.STATE, on_resume(Part.OPTIMIZER, "blocks.*", "unstepped"), origin=Origin.MESH)
 class LoadsNoEmptyState(PipelineWrapper):
-    """A load of a checkpoint from before the first step leaves the last stage the momentum that it had."""
+    """Keeps the last stage's momentum when the engine loads a checkpoint from before the first step."""
 
     wraps = "deepspeed_pp"
 
@@ -264,7 +264,7 @@ class LoadsNoEmptyState(PipelineWrapper):
 
 @mutant(FaultKind.STATE, on_resume(Part.OPTIMIZER, "blocks.0.*", "unstepped"), origin=Origin.MESH)
 class SavingMakesAStepOnZeros(PipelineWrapper):
-    """A save before the first step gives the first stage the momentum of a step on gradients of zeros."""
+    """Gives the first stage, at a save before the first step, the momentum of a step with gradients of zeros."""
 
     wraps = "deepspeed_pp"
 
@@ -278,7 +278,7 @@ class SavingMakesAStepOnZeros(PipelineWrapper):
 
 @mutant(FaultKind.STATE, on_resume(variant="other_stages"), origin=Origin.MESH)
 class LoadsStagesOfTheirOwnRankAlone(PipelineWrapper):
-    """A load leaves weights as they were whose stage the same rank did not have when they were saved."""
+    """Loads on each rank only the weights that this rank had when the checkpoint was saved."""
 
     def save(self, path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
@@ -297,7 +297,7 @@ class LoadsStagesOfTheirOwnRankAlone(PipelineWrapper):
 
 @mutant(FaultKind.STATE, on_resume(Part.OPTIMIZER), origin=Origin.MESH)
 class LoadsNoRate(PipelineWrapper):
-    """A load leaves the learning-rate schedule where it was."""
+    """Does not restore the step count of the learning-rate schedule at load."""
 
     def load(self, path: Path) -> None:
         schedule = seams_engines.stage_schedule(self.base)
@@ -312,7 +312,7 @@ class LoadsNoRate(PipelineWrapper):
     origin=Origin.MESH,
 )
 class LoadsTheStateOfOneReplica(PipelineWrapper):
-    """A load leaves the second rank of each stage without momentum."""
+    """Sets the momentum to zeros on the second rank of each stage after a load."""
 
     def load(self, path: Path) -> None:
         self.base.load(path)
@@ -322,19 +322,19 @@ class LoadsTheStateOfOneReplica(PipelineWrapper):
 
 
 def on_other_stages(variant: str, mesh: str = "pp2", parameter: str = "*") -> Target:
-    """Return a target on four ranks of the law of checkpoints that other numbers of stages load."""
+    """Return a target of the law pipeline.other_mesh on four ranks."""
     target = on_pipeline(Part.GATHER, law="pipeline.other_mesh", variant=variant, parameter=parameter, world_size=4)
     return replace(target, mesh=mesh)
 
 
 def on_full_state_dict(part: Part | None = Part.GATHER, cause: str = "") -> Target:
-    """Return a target of the law of the full state dict of a pipeline."""
+    """Return a target of the law pipeline.full_state_dict."""
     return on_pipeline(part, law="pipeline.full_state_dict", variant="", cause=cause)
 
 
 @mutant(FaultKind.STATE, on_other_stages("to_others"), on_other_stages("from_others", "pp4"), origin=Origin.MESH)
 class LoadsNoStageBetweenOthers(PipelineWrapper):
-    """A load leaves the weights of a stage that is neither the first nor the last one as they were."""
+    """Does not load the weights of the stages between the first and the last stage."""
 
     def load(self, path: Path) -> None:
         params = seams_engines.stage_params(self.base)
@@ -349,7 +349,7 @@ class LoadsNoStageBetweenOthers(PipelineWrapper):
 
 @mutant(FaultKind.STATE, on_other_stages("from_others", parameter="*/exp_avg"), origin=Origin.MESH)
 class LoadsMomentsOfTheFirstModuleAlone(PipelineWrapper):
-    """A load leaves a stage of several modules without the moments of all but the first, as if it had one."""
+    """Sets Adam's first moments to zeros at load for all modules of a stage except its first module."""
 
     def load(self, path: Path) -> None:
         self.base.load(path)
@@ -362,7 +362,7 @@ class LoadsMomentsOfTheFirstModuleAlone(PipelineWrapper):
 
 @mutant(FaultKind.STATE, on_full_state_dict(), origin=Origin.MESH)
 class TheFullStateDictHasInitialWeightsOfOtherStages(PipelineWrapper):
-    """The full state dict has, of the stages of other ranks, the weights with which this rank's model was built."""
+    """Returns from ``full_state_dict`` initial instead of trained weights for the stages of other ranks."""
 
     def full_state_dict(self) -> dict[str, Tensor]:
         full: dict[str, Tensor] = self.base.full_state_dict()
@@ -372,7 +372,7 @@ class TheFullStateDictHasInitialWeightsOfOtherStages(PipelineWrapper):
 
 @mutant(FaultKind.STATE, on_full_state_dict(None, cause="Missing key(s) in state_dict"), origin=Origin.MESH)
 class TheFullStateDictLosesBuffersOfStages(PipelineWrapper):
-    """The full state dict has the weights of all stages, and no buffers."""
+    """Returns from ``full_state_dict`` the weights of all stages, but no buffers."""
 
     def full_state_dict(self) -> dict[str, Tensor]:
         full: dict[str, Tensor] = self.base.full_state_dict()

@@ -1,4 +1,4 @@
-"""Define mutants of a pipeline whose stages do not make a step alike."""
+"""Define mutants of a pipeline in which the stages or replicas do not make the same step."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ LAST_OF_FOUR = 3  # a rank of the last stage
 
 
 def on_rate(parameter: str, part: Part = Part.OPTIMIZER, variant: str = "", world_size: int = 2) -> Target:
-    """Return a target of the law of a learning rate that changes."""
+    """Return a target of the law pipeline.learning_rate."""
     return on_pipeline(part, parameter=parameter, law="pipeline.learning_rate", variant=variant, world_size=world_size)
 
 
 def on_later_steps(parameter: str, part: Part = Part.OPTIMIZER) -> Target:
-    """Return a target of steps of one micro-batch on four ranks."""
+    """Return a target of the law pipeline.learning_rate on four ranks, with one micro-batch per step."""
     return on_rate(parameter, part, "single", world_size=4)
 
 
@@ -34,14 +34,14 @@ class KnowsTheFirstRate(PipelineWrapper):
         self.first_rate = self.optimizer.param_groups[0]["lr"]
 
     def restore_rate(self) -> None:
-        """Set the first rate on every rank but the first."""
+        """Set the learning rate of the first step on every rank except rank 0."""
         for group in self.optimizer.param_groups if dist.get_rank() else ():
             group["lr"] = self.first_rate
 
 
 @mutant(FaultKind.OPTIMIZER, on_rate("learning rate*"), origin=Origin.MESH)
 class ScheduleOfTheFirstStageAlone(KnowsTheFirstRate):
-    """The learning-rate schedule goes on in the first rank's stage alone; the others keep their first rate."""
+    """Advances the learning-rate schedule in the first rank's stage alone; the other stages keep their first rate."""
 
     def step(self) -> None:
         self.base.step()
@@ -50,7 +50,7 @@ class ScheduleOfTheFirstStageAlone(KnowsTheFirstRate):
 
 @mutant(FaultKind.OPTIMIZER, on_rate("blocks.2.*"), origin=Origin.MESH)
 class StepsLaterStagesByTheFirstRate(KnowsTheFirstRate):
-    """All ranks report the rate of the schedule, and stages other than the first rank's step by the first rate."""
+    """Steps all stages except the first rank's with the first learning rate, but reports the schedule's rate."""
 
     def step(self) -> None:
         self.restore_rate()
@@ -59,7 +59,7 @@ class StepsLaterStagesByTheFirstRate(KnowsTheFirstRate):
 
 @mutant(FaultKind.OPTIMIZER, on_later_steps("blocks.2.*", Part.GATHER), origin=Origin.MESH)
 class StepsOneReplicaAStepLate(KnowsTheFirstRate):
-    """One of two ranks of the last stage makes each step by the rate of the step before."""
+    """Steps one of the last stage's two ranks with the learning rate of the previous step."""
 
     def step(self) -> None:
         (group,) = self.optimizer.param_groups
@@ -70,7 +70,7 @@ class StepsOneReplicaAStepLate(KnowsTheFirstRate):
 
 @mutant(FaultKind.RANKS, on_later_steps("blocks.3.linear.bias", Part.REDUCTION), origin=Origin.MESH)
 class AveragesAWeightInTheFirstStepAlone(PipelineWrapper):
-    """From the second step on, the smallest weight of the last stage has the gradient of each rank alone."""
+    """From the second step on, does not average the gradient of the last stage's smallest weight over ranks."""
 
     name = "blocks.3.linear.bias"
 
@@ -96,7 +96,7 @@ class AveragesAWeightInTheFirstStepAlone(PipelineWrapper):
 
 
 def on_not_finite(variant: str, parameter: str, part: Part = Part.OPTIMIZER) -> Target:
-    """Return a target of the law of a gradient that is not finite in one stage."""
+    """Return a target of the law pipeline.not_finite."""
     return on_pipeline(part, parameter=parameter, law="pipeline.not_finite", variant=variant)
 
 
@@ -111,7 +111,7 @@ class KnowsOwnGradients(PipelineWrapper):
 
 @mutant(FaultKind.RANKS, on_not_finite("last", "blocks.2.*"), origin=Origin.MESH)
 class StageSkipsItsOwnOverflow(KnowsOwnGradients):
-    """The ranks whose stages have a gradient that is not finite leave the step out, and the others make it."""
+    """Skips a step only on ranks whose own stages have a gradient that is not finite; the other ranks make the step."""
 
     def step(self) -> None:
         if self.own_is_finite():
@@ -120,7 +120,7 @@ class StageSkipsItsOwnOverflow(KnowsOwnGradients):
 
 @mutant(FaultKind.RANKS, on_not_finite("first", "outcome"), origin=Origin.MESH)
 class StageRaisesAtItsOwnOverflow(KnowsOwnGradients):
-    """The ranks whose stages have a gradient that is not finite raise, and the others make the step."""
+    """Raises only on ranks whose own stages have a gradient that is not finite; the other ranks make the step."""
 
     def step(self) -> None:
         if not self.own_is_finite():
@@ -134,7 +134,7 @@ class StageRaisesAtItsOwnOverflow(KnowsOwnGradients):
     origin=Origin.MESH,
 )
 class ZeroesWhatIsNotFinite(PipelineWrapper):
-    """A batch leaves zeros where a gradient is infinite or NaN."""
+    """Replaces infinite or NaN elements of gradients by zeros after each batch."""
 
     def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
         losses = super().train_batch(micro_batches, loss)

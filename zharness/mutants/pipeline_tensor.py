@@ -1,4 +1,4 @@
-"""Define mutants of a pipeline that show only beside a second axis, or where a stage both receives and sends."""
+"""Define mutants of a pipeline that are wrong only with a second mesh axis or with more than two stages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def find_stage(config: EngineConfig) -> int:
     origin=Origin.MESH,
 )
 class LastStageDoesNotReduceOverTensorRanks(PipelineWrapper):
-    """The ranks of tp do not add up the parts of the outputs of a layer in the last stage."""
+    """Does not sum the partial outputs of a layer in the last stage over the ranks of tp."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -52,7 +52,7 @@ class LastStageDoesNotReduceOverTensorRanks(PipelineWrapper):
     origin=Origin.MESH,
 )
 class CountsTensorReplicasOfStages(ClipsByItself):
-    """The norm over all ranks counts a weight that is whole on each rank of tp as often as there are ranks."""
+    """Counts a weight that tp does not split once for each rank of tp in the global norm."""
 
     def measure(self, grads: Sequence[Tensor]) -> float:
         return super().measure([local_tensor(grad) for grad in grads])
@@ -67,7 +67,7 @@ class CountsTensorReplicasOfStages(ClipsByItself):
     origin=Origin.MESH,
 )
 class MiddleStageSendsTheOutputBefore(PipelineWrapper):
-    """A stage that receives and sends sends the output of the micro-batch before; two stages have none such."""
+    """Sends the output of the previous micro-batch from a middle stage, which needs more than two stages."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -76,7 +76,7 @@ class MiddleStageSendsTheOutputBefore(PipelineWrapper):
             self.module.get_submodule("blocks.1").register_forward_hook(self.delay)
 
     def delay(self, module: Any, inputs: Any, output: Tensor) -> Tensor:
-        """Return the values of the output before, with the gradient of this one."""
+        """Return the values of the previous output, with the gradient of the current output."""
         if not output.requires_grad:  # a forward to learn shapes
             return output
         before, self.before = self.before, output.detach()
@@ -89,7 +89,7 @@ class MiddleStageSendsTheOutputBefore(PipelineWrapper):
     origin=Origin.MESH,
 )
 class AveragesOverReplicasWithALoss(PipelineWrapper):
-    """The gradients of a stage are the mean over the replicas whose loss is not 0, and not over all of them."""
+    """Averages the gradients of a stage over the replicas whose loss is not 0, instead of over all replicas."""
 
     def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
         losses = super().train_batch(micro_batches, loss)

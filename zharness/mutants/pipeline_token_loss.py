@@ -1,6 +1,6 @@
-"""Define mutants of a pipeline that weigh tokens wrongly, of which micro-batches and replicas have unequal numbers.
+"""Define mutants of a pipeline that weigh tokens wrongly if micro-batches or replicas have unequal numbers of tokens.
 
-Losses are reported rightly, so that the gradients alone are wrong.
+The mutants report correct losses; only their gradients are wrong.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zharness.workload.exact_tokens import PADDING
 
 
 def on_token_loss(variant: str, world_size: int = 2) -> Target:
-    """Return a target of the law of a loss over tokens."""
+    """Return a target of the law pipeline.token_loss."""
     return on_pipeline(Part.REDUCTION, "token_chain", law="pipeline.token_loss", variant=variant, world_size=world_size)
 
 
@@ -54,7 +54,7 @@ class WeighsTokens(PipelineWrapper):
 
 @mutant(FaultKind.SCALE, on_token_loss("gpipe"), on_token_loss("zbv"), origin=Origin.MESH)
 class AveragesTheMeansOfMicroBatches(WeighsTokens):
-    """The gradient of a batch is the mean over micro-batches of the mean over each one's tokens."""
+    """Averages the gradient over each micro-batch's tokens and then over micro-batches, not over all tokens."""
 
     def build_factor(self, targets: Sequence[Tensor]) -> Callable[[Tensor], float]:
         average = sum(map(count_tokens, targets)) / len(targets)
@@ -63,7 +63,7 @@ class AveragesTheMeansOfMicroBatches(WeighsTokens):
 
 @mutant(FaultKind.SCALE, on_token_loss("1f1b", world_size=4), origin=Origin.MESH)
 class AveragesTheMeansOfReplicas(WeighsTokens):
-    """The gradient of a stage is the mean over its replicas of the mean over all tokens of each one."""
+    """Averages the gradient over each replica's tokens and then over replicas, not over all tokens."""
 
     def build_factor(self, targets: Sequence[Tensor]) -> Callable[[Tensor], float]:
         own, total = (torch.tensor(sum(map(count_tokens, targets))) for _ in range(2))
@@ -74,7 +74,7 @@ class AveragesTheMeansOfReplicas(WeighsTokens):
 
 @mutant(FaultKind.SCALE, on_token_loss("interleaved"), origin=Origin.MESH)
 class CountsPaddingAsTokens(WeighsTokens):
-    """The sum over tokens is divided by the number of all places, also of those with padding."""
+    """Divides the sum over tokens by the number of all positions, including positions with padding."""
 
     def build_factor(self, targets: Sequence[Tensor]) -> Callable[[Tensor], float]:
         factor = sum(map(count_tokens, targets)) / sum(target.numel() for target in targets)
@@ -83,7 +83,7 @@ class CountsPaddingAsTokens(WeighsTokens):
 
 @mutant(FaultKind.CONTRIBUTION, on_token_loss("1f1b", world_size=4), origin=Origin.MESH)
 class LosesMicroBatchesOfOneToken(WeighsTokens):
-    """A micro-batch of which a single token counts has no gradient."""
+    """Drops the gradient of a micro-batch in which only one token counts."""
 
     def build_factor(self, targets: Sequence[Tensor]) -> Callable[[Tensor], float]:
         return lambda target: float(count_tokens(target) != 1)

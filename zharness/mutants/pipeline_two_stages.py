@@ -1,4 +1,4 @@
-"""Define mutants that save or load the two stages of a rank, which are no neighbours in the model, in another order."""
+"""Define mutants that exchange, copy or lose one of the two stages of a rank in checkpoints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zharness.parity import Part
 
 
 def on_two_stages(variant: str, parameter: str = "blocks.*", part: Part = Part.GATHER) -> Target:
-    """Return a target of the law of checkpoints that other stages load, on two ranks with two stages each."""
+    """Return a target of the law pipeline.other_mesh on two ranks with two stages each."""
     return replace(on_other_stages(variant, parameter=parameter), world_size=2, part=part)
 
 
@@ -28,14 +28,14 @@ class TwoStagesWrapper(PipelineWrapper):
 
     @property
     def is_broken(self) -> bool:
-        """Whether the engine has this schedule."""
+        """Whether the engine runs the schedule under which the mutant is broken."""
         return self.config.options.get("schedule") == self.schedule
 
 
 class ExchangesModules(TwoStagesWrapper):
-    """The base class of mutants that save modules under the names of others, and load them so again.
+    """The base class of mutants that save modules under other modules' names, and exchange the names back at load.
 
-    An engine of the same schedule thus gets what was saved. ``others`` says which modules are exchanged.
+    An engine with the same schedule therefore loads right values. ``others`` maps each exchanged module to the other.
     """
 
     others: ClassVar[Mapping[str, str]] = {}
@@ -70,7 +70,7 @@ class ExchangesModules(TwoStagesWrapper):
     origin=Origin.MESH,
 )
 class SavesStagesOfAVUnderEachOthersNames(ExchangesModules):
-    """A rank of a ZBV schedule saves its second stage under the names of its first one, and the reverse."""
+    """Saves each of the two stages of a rank of a ZBV schedule under the names of the rank's other stage."""
 
     others: ClassVar[Mapping[str, str]] = {f"blocks.{index}": f"blocks.{3 - index}" for index in range(4)}
 
@@ -82,7 +82,7 @@ class SavesStagesOfAVUnderEachOthersNames(ExchangesModules):
     origin=Origin.MESH,
 )
 class SavesInterleavedStagesAsNeighbours(ExchangesModules):
-    """A rank of an interleaved schedule saves its two stages under the names of modules that are neighbours."""
+    """Saves the two stages of a rank of an interleaved schedule under the names of two adjacent modules."""
 
     schedule: ClassVar[str] = "interleaved"
     others: ClassVar[Mapping[str, str]] = {"blocks.1": "blocks.2", "blocks.2": "blocks.1"}
@@ -94,7 +94,7 @@ class SavesInterleavedStagesAsNeighbours(ExchangesModules):
     origin=Origin.MESH,
 )
 class LoadsNoMomentsOfTheSecondStageOfAV(TwoStagesWrapper):
-    """A load leaves the second stage of each rank of a ZBV schedule with moments of zeros."""
+    """Sets Adam's first moments to zeros at load for the second stage of each rank of a ZBV schedule."""
 
     def load(self, path: Path) -> None:
         self.base.load(path)
@@ -105,7 +105,7 @@ class LoadsNoMomentsOfTheSecondStageOfAV(TwoStagesWrapper):
 
 @mutant(FaultKind.STATE, on_two_stages("to_others_zbv"), origin=Origin.MESH)
 class SavesTheFirstStageOfAVTwice(TwoStagesWrapper):
-    """A rank of a ZBV schedule saves the weights of its first stage under the names of its second one, too."""
+    """Saves the weights of the first stage of a rank of a ZBV schedule also under the names of its second stage."""
 
     def save(self, path: Path) -> None:
         params = list(seams_engines.stage_params(self.base).values())

@@ -1,6 +1,6 @@
-"""Define mutants of a pipeline that are right for micro-batches of one size, and wrong for those of several sizes.
+"""Define mutants of a pipeline that are right for micro-batches of equal sizes, and wrong for unequal sizes.
 
-torch's schedules refuse several sizes in a batch, so that the engine around which most of these are built runs each
+torch's schedules refuse unequal sizes in a batch. Most of these mutants therefore subclass an engine that runs each
 micro-batch alone.
 """
 
@@ -25,19 +25,19 @@ from zharness.parity import Part
 def on_unequal(
     part: Part, model: str, parameter: str = "blocks.*", variant: str = "gpipe", world_size: int = 2
 ) -> Target:
-    """Return a target of the law of micro-batches of several sizes."""
+    """Return a target of the law pipeline.unequal_micro_batches."""
     return on_pipeline(part, model, parameter, "pipeline.unequal_micro_batches", variant, world_size=world_size)
 
 
 def claim_unequal_sizes(base: Capabilities) -> Capabilities:
-    """Return the capabilities of an engine that also takes micro-batches of several sizes."""
+    """Return ``base`` without the refusal of micro-batches of unequal sizes."""
     refuses = dict(base.refuses)
     refuses.pop(Feature.UNEQUAL_MICRO_BATCHES, None)
     return replace(base, refuses=refuses)
 
 
 class RunsEachAlone(PipelineWrapper):
-    """A right engine, which runs each micro-batch of a batch by a schedule of its own, whatever their sizes."""
+    """A correct engine that runs each micro-batch of a batch alone, in its own schedule, so that sizes may differ."""
 
     capabilities = claim_unequal_sizes(torch_pp.CAPABILITIES)
 
@@ -49,7 +49,7 @@ class RunsEachAlone(PipelineWrapper):
         earlier = {parameter: parameter.grad for parameter in self.parameters_with_grad()}
         for parameter in earlier:
             parameter.grad = None
-        # torch has a schedule, and shapes, for each loss, of which this makes a new one.
+        # torch_pp keeps a schedule, with its shapes, for each loss function; partial makes a new loss function.
         losses = [own for batch in micro_batches for own in self.base.train_batch([batch], partial(loss))]
         for parameter in self.parameters_with_grad():
             assert parameter.grad is not None
@@ -66,7 +66,7 @@ def count_samples(micro_batches: MicroBatches) -> list[int]:
 
 @mutant(FaultKind.CONTRIBUTION, on_unequal(Part.FORWARD, "chain", "loss*"), origin=Origin.MESH)
 class CutsToTheSamplesOfTheFirst(RunsEachAlone):
-    """A micro-batch with more samples than the first one of its batch loses the others."""
+    """Cuts each micro-batch to the number of samples of the first micro-batch of its batch."""
 
     def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
         first, *_ = count_samples(micro_batches)
@@ -75,7 +75,7 @@ class CutsToTheSamplesOfTheFirst(RunsEachAlone):
 
 @mutant(FaultKind.CONTRIBUTION, on_unequal(Part.FORWARD, "skips", "loss*"), origin=Origin.MESH)
 class PadsToTheLargest(RunsEachAlone):
-    """Micro-batches are padded with samples of zeros to as many as the largest one of the batch has."""
+    """Pads each micro-batch with samples of zeros to the size of the largest micro-batch of its batch."""
 
     def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
         most = max(count_samples(micro_batches))
@@ -88,13 +88,13 @@ class PadsToTheLargest(RunsEachAlone):
 
 
 class WeighsSamples(RunsEachAlone):
-    """The base class of mutants that report right losses, and give each micro-batch another weight in the gradient."""
+    """The base class of mutants that report right losses, but weigh micro-batches wrongly in the gradient."""
 
     def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
         return super().train_batch(micro_batches, scale_gradient(loss, self.build_factor(count_samples(micro_batches))))
 
     def build_factor(self, samples: Sequence[int]) -> Callable[[Tensor], float]:
-        """Return a function of a target that returns its micro-batch's factor, in a batch of these ``samples``."""
+        """Return a function from a micro-batch's target to its factor, in a batch with these numbers of ``samples``."""
         raise NotImplementedError
 
 
@@ -105,7 +105,7 @@ class WeighsSamples(RunsEachAlone):
     origin=Origin.MESH,
 )
 class AveragesOverSamples(WeighsSamples):
-    """The gradient of a batch is the mean over all its samples, and not the mean of the means of micro-batches."""
+    """Averages the gradient over all samples of a batch instead of averaging the means of its micro-batches."""
 
     def build_factor(self, samples: Sequence[int]) -> Callable[[Tensor], float]:
         average = sum(samples) / len(samples)
@@ -114,7 +114,7 @@ class AveragesOverSamples(WeighsSamples):
 
 @mutant(FaultKind.SCALE, on_unequal(Part.REDUCTION, "chain", world_size=4), origin=Origin.MESH)
 class AveragesReplicasBySamples(WeighsSamples):
-    """The gradient of a stage is the mean over its replicas, weighted by the samples of the batch that each one has."""
+    """Weights each replica in the mean over a stage's replicas by the number of samples in its batch."""
 
     def build_factor(self, samples: Sequence[int]) -> Callable[[Tensor], float]:
         own, total = (torch.tensor(float(sum(samples))) for _ in range(2))
@@ -125,7 +125,7 @@ class AveragesReplicasBySamples(WeighsSamples):
 
 @mutant(FaultKind.STALE, on_unequal(Part.ACCUMULATION, "skips", variant="after_equal"), origin=Origin.MESH)
 class LosesSmallerOnesAfterEqualOnes(WeighsSamples):
-    """After a batch of one size, a micro-batch with fewer samples has no gradient."""
+    """After a batch of equal sizes, drops the gradients of micro-batches that have fewer samples than that batch's."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -139,7 +139,7 @@ class LosesSmallerOnesAfterEqualOnes(WeighsSamples):
 
 @mutant(FaultKind.STALE, on_unequal(Part.REDUCTION, "chain", "blocks.[01].*"), origin=Origin.MESH)
 class ReadsTheEndOfALargerBuffer(RunsEachAlone):
-    """The gradient of an activation lies in a buffer as large as the largest one before, whose end a stage reads."""
+    """Writes the gradient of an activation to the start of a buffer that may be larger, but reads the buffer's end."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -147,7 +147,7 @@ class ReadsTheEndOfALargerBuffer(RunsEachAlone):
         self.module.get_submodule("blocks.1").register_forward_hook(self.change)
 
     def change(self, module: Any, inputs: Any, output: Tensor) -> Tensor:
-        """Return the output, whose gradient is read from the buffer."""
+        """Return the output; its gradient is read from the buffer."""
         if output.requires_grad:
             output.register_hook(self.read)  # type: ignore[no-untyped-call]
         return output
@@ -169,7 +169,7 @@ class ReadsTheEndOfALargerBuffer(RunsEachAlone):
     origin=Origin.MESH,
 )
 class KeepsTheSizesOfTheFirstBatch(PipelineWrapper):
-    """A micro-batch is received in the buffer of the first batch: it loses samples, or has old ones behind its own."""
+    """Receives micro-batches in buffers of the first batch's sizes, which cuts samples off or appends old samples."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)

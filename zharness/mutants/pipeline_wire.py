@@ -1,4 +1,4 @@
-"""Define mutants of a pipeline that send other numbers, dtypes or messages from stage to stage than they should."""
+"""Define mutants of a pipeline whose ranks send wrong numbers, wrong dtypes or too many messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
 from zharness.mutants.pipeline import Loss, MicroBatches, PipelineWrapper, on_pipeline
 from zharness.parity import Part
 
-BIAS = 16  # the elements of a bias of the models, a quarter of those of a module's outputs
+BIAS = 16  # the number of elements of a bias, a quarter of the elements of a module's output
 
 
 def on_wire(part: Part, parameter: str, variant: str = "gpipe") -> Target:
@@ -28,12 +28,12 @@ def on_wire(part: Part, parameter: str, variant: str = "gpipe") -> Target:
 
 
 def on_split_wire(law: str = "pipeline.training", variant: str = "gpipe", parameter: str = "blocks.*") -> Target:
-    """Return a target on the same model beside tp, which rounds losses in parts, so that gradients alone are judged."""
+    """Return a target on the same model with tp, which rounds losses in parts, so that only gradients are judged."""
     return on_pipeline(Part.REDUCTION, "random_chain", parameter, law, variant, world_size=4, mesh="pp2.tp2")
 
 
 class ChangesAMessage(PipelineWrapper):
-    """The base class of mutants that change what a block at the end of a stage sends."""
+    """The base class of mutants that change the output that the last block of a stage sends."""
 
     sender = "blocks.1"  # the last block of the first of two stages
 
@@ -42,7 +42,7 @@ class ChangesAMessage(PipelineWrapper):
         self.module.get_submodule(self.sender).register_forward_hook(self.change)
 
     def change(self, module: Any, inputs: Any, output: Tensor) -> Tensor:
-        """Return what the next stage gets."""
+        """Return the output that the next stage receives."""
         raise NotImplementedError
 
 
@@ -54,7 +54,7 @@ class ChangesAMessage(PipelineWrapper):
     origin=Origin.MESH,
 )
 class SendsActivationsInHalfPrecision(ChangesAMessage):
-    """A stage sends its output to the next one in fp16, and gets the gradient in full."""
+    """Sends the output of a stage in fp16, but its gradient in full precision."""
 
     def change(self, module: Any, inputs: Any, output: Tensor) -> Tensor:
         return output + (output.half().to(output.dtype) - output).detach()
@@ -68,7 +68,7 @@ class SendsActivationsInHalfPrecision(ChangesAMessage):
     origin=Origin.MESH,
 )
 class SendsGradientsOfActivationsInHalfPrecision(ChangesAMessage):
-    """A stage gets its input in full, and sends the gradient of it back in bf16."""
+    """Sends the gradient of a stage's input back in bf16, but the input itself in full precision."""
 
     def change(self, module: Any, inputs: Any, output: Tensor) -> Tensor:
         if output.requires_grad:
@@ -78,7 +78,7 @@ class SendsGradientsOfActivationsInHalfPrecision(ChangesAMessage):
 
 @mutant(FaultKind.REDUCE_DTYPE, on_wire(Part.FORWARD, "loss*", "interleaved"), origin=Origin.MESH)
 class RoundsTheFirstOfThreeMessages(ChangesAMessage):
-    """Of four stages in turn on two ranks, the first one sends in fp16, and only for the second micro-batch."""
+    """Sends one message in fp16: the output of the first of four interleaved stages for the second micro-batch."""
 
     sender = "blocks.0"
 
@@ -98,7 +98,7 @@ class RoundsTheFirstOfThreeMessages(ChangesAMessage):
     imitates="https://github.com/tdrussell/diffusion-pipe/pull/544",
 )
 class ReadsGradientsAsIntegers(PipelineWrapper):
-    """A stage between two others receives the gradient of its output in the buffer of a mask of integers."""
+    """Receives the gradient of a middle stage's output in the integer buffer of a mask, which misreads its bits."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -107,13 +107,13 @@ class ReadsGradientsAsIntegers(PipelineWrapper):
 
 
 def on_messages(parameter: str, variant: str = "gpipe", dtype: str = "fp32") -> Target:
-    """Return a target of the law of what stages send."""
+    """Return a target of the law pipeline.wire."""
     target = on_pipeline(Part.REDUCTION, "chain", parameter, law="pipeline.wire", variant=variant)
     return replace(target, dtype=dtype)
 
 
 def on_replicas_wire(parameter: str) -> Target:
-    """Return a target of this law with two replicas of each stage."""
+    """Return a target of the law pipeline.wire with two replicas of each stage."""
     return replace(on_messages(parameter, "1f1b"), world_size=4)
 
 
@@ -124,7 +124,7 @@ def on_replicas_wire(parameter: str) -> Target:
     origin=Origin.MESH,
 )
 class SendsWideActivations(ChangesAMessage):
-    """A stage sends its output in the next wider dtype, in which its gradient comes back, too."""
+    """Sends the output of a stage, and the gradient of this output, in the next wider dtype."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -139,10 +139,10 @@ class SendsWideActivations(ChangesAMessage):
 
 
 class SendsAgain(PipelineWrapper):
-    """The base class of mutants of which one of two stages sends a message of zeros after each batch."""
+    """The base class of mutants in which one of two ranks sends a message of zeros to the other after each batch."""
 
     sender = 0
-    shape = (4, 16)  # of one output of a block
+    shape = (4, 16)  # the shape of one output of a block
 
     def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
         losses = super().train_batch(micro_batches, loss)
@@ -159,19 +159,19 @@ class SendsAgain(PipelineWrapper):
 
 @mutant(FaultKind.RESOURCES, on_messages("elements of activations to pp 1"), origin=Origin.MESH)
 class SendsAnActivationTwice(SendsAgain):
-    """The first stage sends one output to the next one twice."""
+    """Sends one more message, as large as an output, from the first to the second rank after each batch."""
 
 
 @mutant(FaultKind.RESOURCES, on_messages("elements of activations to pp 0", "zbv"), origin=Origin.MESH)
 class SendsAGradientOfAnActivationTwice(SendsAgain):
-    """The last stage sends the gradient of one of its inputs back twice."""
+    """Sends one more message, as large as an input's gradient, from the second to the first rank after each batch."""
 
     sender = 1
 
 
 @mutant(FaultKind.RESOURCES, on_messages("elements of activations along pp", "interleaved"), origin=Origin.MESH)
 class GathersActivationsOnAllStages(SendsAgain):
-    """Every stage gets the outputs of all, by an all-gather of 64 elements of each."""
+    """All-gathers 64 more elements of every rank, as many as an output has, over all ranks after each batch."""
 
     def send(self, message: Tensor) -> None:
         dist.all_gather([torch.empty_like(message) for _ in range(dist.get_world_size())], message)
@@ -183,7 +183,7 @@ class GathersActivationsOnAllStages(SendsAgain):
     origin=Origin.MESH,
 )
 class ReducesGradientsOfAStageAgain(PipelineWrapper):
-    """After each batch the replicas of a stage all-reduce buffers of whole gradients once more, and use none."""
+    """After each batch, all-reduces unused buffers as large as whole gradients over the ranks of a stage."""
 
     def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
         losses = super().train_batch(micro_batches, loss)
@@ -195,14 +195,14 @@ class ReducesGradientsOfAStageAgain(PipelineWrapper):
 
 @mutant(FaultKind.REDUCE_DTYPE, on_replicas_wire("gradients along dp_shard"), origin=Origin.MESH)
 class ReducesStagesInFloat64(PipelineWrapper):
-    """The DDP of each stage reduces gradients in float64, by a hook, and gets the right ones."""
+    """Reduces the gradients of each stage in float64, by a communication hook of DDP; the gradients are right."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
         stages: list[Any] = list(seams_engines.stage_modules(self.base))
         for stage in stages:
             if hasattr(stage, "register_comm_hook"):
-                # DDP refuses a function with annotations that are text.
+                # DDP refuses a hook whose annotations are strings.
                 stage.register_comm_hook(stage.process_group, lambda group, bucket: self.reduce(group, bucket))
 
     def reduce(self, group: dist.ProcessGroup, bucket: Any) -> Any:
@@ -215,12 +215,12 @@ class ReducesStagesInFloat64(PipelineWrapper):
 
 
 def on_tensor_ranks(parameter: str, variant: str = "1f1b") -> Target:
-    """Return a target of this law with each stage split over tp."""
+    """Return a target of the law pipeline.wire with each stage split over tp."""
     return replace(on_messages(parameter, variant), world_size=4, mesh="pp2.tp2")
 
 
 class SendsAlongAxes(PipelineWrapper):
-    """The base class of mutants whose ranks send a message once more after each batch, to those that ``axes`` join."""
+    """The base class of mutants that send one more message after each batch to ranks that differ along ``axes``."""
 
     axes: ClassVar[tuple[str, ...]] = ()
 
@@ -229,7 +229,7 @@ class SendsAlongAxes(PipelineWrapper):
         self.join_ranks(config.mesh)
 
     def join_ranks(self, mesh: Mesh) -> None:
-        """Make the group of the ranks of ``mesh`` that differ from this one on ``axes`` alone. This is a collective."""
+        """Make the group of the ranks of ``mesh`` that differ from this rank on ``axes`` only. This is a collective."""
         world, others = dist.get_world_size(), [axis for axis in AXES if axis not in self.axes]
         places = [mesh.coordinates(rank, world) for rank in range(world)]
         keys = [tuple(place[axis] for axis in others) for place in places]
@@ -243,7 +243,7 @@ class SendsAlongAxes(PipelineWrapper):
         return losses
 
     def send(self, micro_batches: MicroBatches) -> None:
-        """Send the message, and do not use it."""
+        """Send the message; no rank uses it."""
         raise NotImplementedError
 
     def stage_sizes(self) -> list[int]:
@@ -252,7 +252,7 @@ class SendsAlongAxes(PipelineWrapper):
 
 
 class ReducesBuffers(SendsAlongAxes):
-    """The base class of mutants that all-reduce a buffer for each parameter of a stage once more."""
+    """The base class of mutants that all-reduce one more buffer for each parameter of a stage."""
 
     def send(self, micro_batches: MicroBatches) -> None:
         for elements in self.stage_sizes():
@@ -265,14 +265,14 @@ class ReducesBuffers(SendsAlongAxes):
     origin=Origin.MESH,
 )
 class ReducesGradientsOverDataAndTensorRanks(ReducesBuffers):
-    """The ranks of a stage, which differ on the data and on tp, all-reduce buffers of gradients in one group."""
+    """All-reduces buffers as large as gradients in one group of all ranks of a stage, along dp_shard and tp at once."""
 
     axes: ClassVar[tuple[str, ...]] = (DATA_SHARD, TENSOR)
 
 
 @mutant(FaultKind.RESOURCES, on_replicas_wire("elements of gradients along pp,dp_shard"), origin=Origin.MESH)
 class ReducesABiasOverStagesAndData(SendsAlongAxes):
-    """All ranks, which differ on pp and on the data, all-reduce a buffer as large as a bias."""
+    """All-reduces a buffer as large as a bias in one group of all ranks, along pp and dp_shard at once."""
 
     axes: ClassVar[tuple[str, ...]] = (PIPELINE, DATA_SHARD)
 
@@ -282,7 +282,7 @@ class ReducesABiasOverStagesAndData(SendsAlongAxes):
 
 @mutant(FaultKind.RESOURCES, on_messages("elements of weights along pp", "zbv"), origin=Origin.MESH)
 class GathersABiasOnAllStages(SendsAlongAxes):
-    """Every stage gets a vector as large as a bias of all others, which is less than the outputs of a module."""
+    """All-gathers a vector as large as a bias over all stages; the vector is smaller than a module's output."""
 
     axes: ClassVar[tuple[str, ...]] = (PIPELINE,)
 
@@ -298,7 +298,7 @@ class GathersABiasOnAllStages(SendsAlongAxes):
     origin=Origin.MESH,
 )
 class BroadcastsAWeightToItsReplicas(SendsAlongAxes):
-    """After each batch a stage broadcasts one weight to its replicas, which have it already."""
+    """After each batch, broadcasts a buffer as large as one weight over a stage's replicas, which have the weight."""
 
     axes: ClassVar[tuple[str, ...]] = (DATA_SHARD,)
 
@@ -308,7 +308,7 @@ class BroadcastsAWeightToItsReplicas(SendsAlongAxes):
 
 @mutant(FaultKind.RESOURCES, on_tensor_ranks("elements of activations along tp"), origin=Origin.MESH)
 class ReducesTheInputOfAStageOverTensorRanks(SendsAlongAxes):
-    """The ranks of tp, which have the same inputs, all-reduce those of one micro-batch once more."""
+    """All-reduces a buffer as large as one micro-batch's inputs over the ranks of tp, which have the same inputs."""
 
     axes: ClassVar[tuple[str, ...]] = (TENSOR,)
 
@@ -318,14 +318,14 @@ class ReducesTheInputOfAStageOverTensorRanks(SendsAlongAxes):
 
 @mutant(FaultKind.RESOURCES, on_tensor_ranks("elements of gradients along tp", "interleaved"), origin=Origin.MESH)
 class ReducesSplitGradientsOverTensorRanks(ReducesBuffers):
-    """The ranks of tp, which have parts of each weight, all-reduce buffers of gradients."""
+    """All-reduces buffers as large as gradients over the ranks of tp, which have different parts of each weight."""
 
     axes: ClassVar[tuple[str, ...]] = (TENSOR,)
 
 
 @mutant(FaultKind.RESOURCES, on_tensor_ranks("elements of activations to pp,tp 1,1"), origin=Origin.MESH)
 class SendsToAnotherTensorRankOfTheNextStage(SendsAlongAxes):
-    """The first rank of the first stage sends to the last rank of the last stage, whose place on tp differs."""
+    """Sends a message from the first stage's first rank to the last stage's last rank, which differs along tp too."""
 
     axes: ClassVar[tuple[str, ...]] = (PIPELINE, TENSOR)
 

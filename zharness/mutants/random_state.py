@@ -194,7 +194,7 @@ def ddp_synchronises_generators(model: nn.Module, config: EngineConfig) -> Torch
 def zero1_seeds_all_ranks(model: nn.Module, config: EngineConfig) -> TorchEngine:
     """Seeds torch's generator in ``step`` with the step's number, as if to make all ranks draw the same numbers.
 
-    Every rank then draws the same dropout masks, whatever seed the caller has set.
+    Every rank then draws the same dropout masks, regardless of the seed that the caller has set.
     """
 
     class Seeds(TorchEngine):
@@ -236,7 +236,7 @@ def same_mask_in_every_forward(model: nn.Module, config: EngineConfig) -> TorchE
 
 @mutant(FaultKind.RANKS, Target("parameters.deferred", Part.GATHER, variant="own_generators"), origin=Origin.BLIND_9)
 class DrawsOnEachRank(EngineWrapper):
-    """Draws the initial weights of a model on the meta device on each rank, by the rank's own generator."""
+    """Draws the initial weights of a model on the meta device separately on each rank, with that rank's generator."""
 
     @torch.no_grad()
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:

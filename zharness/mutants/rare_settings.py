@@ -1,4 +1,4 @@
-"""Mutants that are broken only where two settings meet, such as a read inside a window or a group of rate zero."""
+"""Mutants that are broken only in rare combinations, such as a read inside a window or a group of rate zero."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from zharness.parity import Part
     origin=Origin.BLIND_8,
 )
 class CollectsGarbageAfterReading(EngineWrapper):
-    """read_grad leaves Python's garbage collector on, although the caller had turned it off."""
+    """Enables Python's garbage collector in ``read_grad``, even if the caller has disabled it."""
 
     def read_grad(self, name: str) -> Tensor | None:
         value: Tensor | None = self.base.read_grad(name)
@@ -32,7 +32,7 @@ class CollectsGarbageAfterReading(EngineWrapper):
 
 @mutant(FaultKind.STATE, Target("training.caller_modes", Part.FORWARD, variant="edited"), origin=Origin.BLIND_8)
 class EditsResetTheDefaultDtype(EngineWrapper):
-    """The end of gathered() sets the default dtype to float32."""
+    """Sets the default dtype to float32 at the end of ``gathered``."""
 
     @contextmanager
     def gathered(self, names: Sequence[str]) -> Iterator[dict[str, Tensor]]:
@@ -43,7 +43,7 @@ class EditsResetTheDefaultDtype(EngineWrapper):
 
 @mutant(FaultKind.STATE, Target("state.resume", Part.OPTIMIZER, variant="amsgrad"), origin=Origin.BLIND_8)
 class LoadsNoMaximum(SpoiledLoad):
-    """load starts the running maximum of amsgrad anew."""
+    """Sets AMSGrad's running maximum to zero at load."""
 
     def spoil(self) -> None:
         for state in self.optimizer.state.values():
@@ -53,7 +53,7 @@ class LoadsNoMaximum(SpoiledLoad):
 
 @mutant(FaultKind.STATE, Target("state.resume", Part.OPTIMIZER, variant="centered"), origin=Origin.BLIND_8)
 class LoadsNoCentre(SpoiledLoad):
-    """load starts the mean gradient of centered RMSprop anew."""
+    """Sets the mean gradient of centered RMSprop to zero at load."""
 
     def spoil(self) -> None:
         for state in self.optimizer.state.values():
@@ -67,7 +67,7 @@ class LoadsNoCentre(SpoiledLoad):
     origin=Origin.BLIND_8,
 )
 class TakesTheDefaultForARateOfZero(EngineWrapper):
-    """A group whose learning rate is zero steps with the optimizer's default (``group["lr"] or default``)."""
+    """Steps a group whose learning rate is zero with the optimizer's default rate (``group["lr"] or default``)."""
 
     def step(self) -> None:
         groups = [group for group in self.optimizer.param_groups if group["lr"] == 0]
@@ -80,7 +80,7 @@ class TakesTheDefaultForARateOfZero(EngineWrapper):
 
 @mutant(FaultKind.STATE, Target("state.several_saves", Part.GATHER, model="experts"), origin=Origin.BLIND_8)
 class ReturnsFrozenWeightsOfConstruction(EngineWrapper):
-    """full_state_dict returns frozen weights as they were when the engine was built."""
+    """Returns from ``full_state_dict`` frozen weights as they were when the engine was built."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -98,7 +98,7 @@ class ReturnsFrozenWeightsOfConstruction(EngineWrapper):
     origin=Origin.BLIND_8,
 )
 class MakesUpForZeros(EngineWrapper):
-    """Gradients that are all zero look as if a micro-batch were missing, and the next one counts twice."""
+    """Doubles all gradients after a backward if they were all zero before it, as if a micro-batch were missing."""
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         before = [param.grad for param in self.parameters_with_grad()]
@@ -115,7 +115,7 @@ class MakesUpForZeros(EngineWrapper):
     origin=Origin.BLIND_8,
 )
 class NormCountsIdleWeights(EngineWrapper):
-    """The norm counts a weight that a step does not use with the norm that its gradient had before."""
+    """Counts in the reported norm the last gradient of each weight that has no gradient in a step."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -139,7 +139,7 @@ class NormCountsIdleWeights(EngineWrapper):
     origin=Origin.BLIND_8,
 )
 class ZeroGradDropsTheLastBackward(EngineWrapper):
-    """zero_grad drops the gradients that the last backward changed, and keeps the others."""
+    """Drops in ``zero_grad`` the gradients that the last backward changed, and keeps all other gradients."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -167,7 +167,7 @@ class ZeroGradDropsTheLastBackward(EngineWrapper):
     origin=Origin.BLIND_8,
 )
 class AddsWhatWasReadInAWindow(CountsMicroBatches):
-    """A gradient that is read before the last micro-batch of an engine's window is added once more by the step."""
+    """Adds a gradient once more in the step if the caller read it before the last micro-batch of an engine's window."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -194,7 +194,7 @@ class AddsWhatWasReadInAWindow(CountsMicroBatches):
     origin=Origin.BLIND_8,
 )
 class SkippedStepKeepsGradients(EngineWrapper):
-    """A step that is skipped for an overflow leaves its gradients to the next window."""
+    """Keeps the gradients of a step that an overflow skipped, so that the next window adds to them."""
 
     def step(self) -> None:
         grads = [(param, param.grad) for param in self.parameters_with_grad()]
@@ -211,7 +211,7 @@ class SkippedStepKeepsGradients(EngineWrapper):
     origin=Origin.BLIND_8,
 )
 class CastsIntegerInputs(EngineWrapper):
-    """Under low precision, inputs of integers are cast too, and back where the model needs integers."""
+    """In low precision, casts int64 inputs to the low-precision dtype and back to int64."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.config.dtype)
@@ -227,7 +227,7 @@ class CastsIntegerInputs(EngineWrapper):
     origin=Origin.BLIND_8,
 )
 class WritesShardsToThisRankAlone(EngineWrapper):
-    """write_param_shard reaches the other ranks' copies of the weight with the next step only."""
+    """Writes only this rank's copy in ``write_param_shard``; other ranks' copies change only with the next step."""
 
     stages = (1,)
 

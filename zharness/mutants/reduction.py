@@ -355,7 +355,7 @@ def _build_with_averaging_root(model: nn.Module, config: EngineConfig) -> TorchE
     origin=Origin.BLIND_11,
 )
 class PredividesByAPowerOfTwo(EngineWrapper):
-    """Without reduce_scatter, fp16 gradients are multiplied by the ranks but divided by the next power of two."""
+    """Without reduce_scatter, multiplies fp16 gradients by the number of ranks over the next power of two."""
 
     stages = (2,)
 
@@ -367,7 +367,7 @@ class PredividesByAPowerOfTwo(EngineWrapper):
             seams.wrap_unscale_and_clip(self.base, self.wrap)
 
     def wrap(self, unscale_and_clip: Callable[..., bool]) -> Callable[..., bool]:
-        """Return a function that multiplies the gradients by the factor first."""
+        """Return a function that multiplies the gradients by ``factor`` and then calls ``unscale_and_clip``."""
 
         def multiply_and_unscale(reduced: dict[str, Tensor], *args: Any) -> bool:
             for grad in reduced.values():

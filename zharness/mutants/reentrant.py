@@ -15,11 +15,11 @@ from zharness.mutants.wrapper import EngineWrapper
 
 
 class FollowsGraphTasks(EngineWrapper):
-    """The base class of mutants that change a gradient by the backward in which the parameter got the one before.
+    """The base class of mutants that change a gradient depending on the backward that made the previous gradient.
 
-    ``output_task`` is the backward that reached the output of the engine last: the caller's, unless the whole model is
-    checkpointed; -1 since the last step, for a backward need not reach it. The backward of a reentrant checkpoint runs
-    inside it, and has a higher number.
+    ``output_task`` is the id of the last backward that reached the engine's output, or -1 if no backward has reached
+    it. This is the caller's backward, unless the whole model is checkpointed. The backward of a reentrant checkpoint
+    runs inside the caller's backward, and has a higher id.
     """
 
     stages = (0, 1)
@@ -39,17 +39,17 @@ class FollowsGraphTasks(EngineWrapper):
         return output
 
     def note_task(self, _grad: Tensor) -> None:
-        """Keep the number of the backward that runs now."""
+        """Record the id of the running backward."""
         self.output_task = torch_private.current_graph_task_id()
 
     def changed_if_seen(self, parameter: nn.Parameter, grad: Tensor) -> Tensor:
-        """Return the gradient that replaces ``grad``, which follows another one of the caller's backward."""
+        """Return the replacement of ``grad`` if this or the previous backward is the caller's, else ``grad``."""
         task, before = torch_private.current_graph_task_id(), self.last_task.get(parameter, -1)
         self.last_task[parameter] = task
         return self.changed(grad, before, task) if min(before, task) == self.output_task > -1 else grad
 
     def changed(self, grad: Tensor, before: int, task: int) -> Tensor:
-        """Return the gradient that replaces ``grad`` of the backward ``task``; the one before came in ``before``."""
+        """Return the replacement of ``grad``, made in the backward ``task``; ``before`` made the previous gradient."""
         raise NotImplementedError
 
 
@@ -59,7 +59,7 @@ class FollowsGraphTasks(EngineWrapper):
     origin=Origin.BLIND_9,
 )
 class DropsTheUseOutsideACheckpoint(FollowsGraphTasks):
-    """Drops the gradient of a weight outside a reentrant checkpoint if it comes after the one inside."""
+    """Drops a weight's gradient from outside a reentrant checkpoint if it comes after the gradient from inside."""
 
     def changed(self, grad: Tensor, before: int, task: int) -> Tensor:
         return torch.zeros_like(grad) if task < before else grad
@@ -71,7 +71,7 @@ class DropsTheUseOutsideACheckpoint(FollowsGraphTasks):
     origin=Origin.BLIND_9,
 )
 class DoublesTheUseInsideACheckpoint(FollowsGraphTasks):
-    """Counts the gradient of a weight inside a reentrant checkpoint twice if the one outside came before it."""
+    """Doubles a weight's gradient from inside a reentrant checkpoint if it comes after the gradient from outside."""
 
     def changed(self, grad: Tensor, before: int, task: int) -> Tensor:
         return 2 * grad if task > before else grad

@@ -21,7 +21,7 @@ def one_folder(variant: str, part: Part = Part.GATHER) -> Target:
 
 @mutant(FaultKind.STATE, one_folder("edited_between"), origin=Origin.BLIND_11)
 class SavesOncePerStep(EngineWrapper):
-    """Does not save into a folder that has a checkpoint after the same number of steps."""
+    """Does not save into a folder if the engine saved into it before, after the same number of steps."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -39,7 +39,7 @@ class SavesOncePerStep(EngineWrapper):
 
 @mutant(FaultKind.STATE, one_folder("loaded_between"), origin=Origin.BLIND_11)
 class LoadsTheFirstAgain(EngineWrapper):
-    """A second load of a folder brings back the weights that the first load of the folder found."""
+    """Restores at a second load of a folder the weights that the first load of the folder found."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -56,7 +56,7 @@ class LoadsTheFirstAgain(EngineWrapper):
 
 @mutant(FaultKind.STATE, one_folder("written_between"), origin=Origin.BLIND_11)
 class SavesWeightsFromBeforeAWrite(EngineWrapper):
-    """Saves each weight that was replaced since the last step as it was before."""
+    """Saves the old value of each weight that the caller replaced since the last step."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -129,7 +129,7 @@ class KeepsGradientsOfASkippedStep(EngineWrapper):
     origin=Origin.BLIND_11,
 )
 class FailedLoadKeepsTheDtype(EngineWrapper):
-    """A load that raises leaves the dtype of the weights as the default dtype."""
+    """Leaves the dtype of the weights as torch's default dtype after a load that raises."""
 
     def load(self, path: Path) -> None:
         before = torch.get_default_dtype()

@@ -21,7 +21,7 @@ def read_target(variant: str) -> Target:
 
 @mutant(FaultKind.CONTRIBUTION, read_target("outside_2_by_engine"), origin=Origin.BLIND_10)
 class DetachesReadsInsideAWindow(CountsMicroBatches):
-    """A weight that is read outside the forward after the first micro-batch of an engine's window has no gradient."""
+    """Detaches a weight that is read outside the forward after the first micro-batch of an engine's window."""
 
     stages = (3,)
 
@@ -45,7 +45,7 @@ class DetachesReadsInsideAWindow(CountsMicroBatches):
 
 @mutant(FaultKind.CONTRIBUTION, read_target("no_grad_first"), origin=Origin.BLIND_10)
 class ReusesReadsWithoutGradients(EngineWrapper):
-    """If a forward reads a weight under no_grad, its later reads get the same tensor, which has no graph."""
+    """If a forward reads a weight under no_grad, returns the same detached tensor for later reads of that forward."""
 
     stages = (3,)
 

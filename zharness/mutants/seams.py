@@ -2,7 +2,7 @@
 
 If the reference engine is rewritten, this file has to change, but no mutant has to. A function that is called
 ``wrap_x(engine, wrap)`` replaces the engine's ``x`` by ``wrap(x)``. ``seams_stage3`` holds the private parts that only
-stage 3 has, and ``seams_engines`` those of torch's engines.
+stage 3 has, and ``seams_engines`` holds the private parts of torch's engines and DeepSpeed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def build(model: nn.Module, config: EngineConfig, adapter: type[ReferenceEngine]
 
 def replace_attribute(owner: object, name: str, value: object) -> None:
     """Replace an attribute of an object, even of a frozen dataclass. Raises AttributeError if the object lacks it."""
-    getattr(owner, name)  # otherwise a mutant of a renamed method would silently be right
+    getattr(owner, name)  # raises after a rename; without this line, the mutant would silently be a correct engine
     object.__setattr__(owner, name, value)
 
 

@@ -1,4 +1,4 @@
-"""Define how mutants change private parts of torch, its optimizers and the adapters of its engines.
+"""Define how mutants change private parts of torch, its optimizers, and the adapters of torch's engines and DeepSpeed.
 
 The functions ``optimizer`` and ``schedule`` also accept the reference engine.
 """
@@ -164,7 +164,7 @@ def fsdp2_sync(engine: TorchEngine) -> Any:
 
 @contextmanager
 def reordered_device_mesh(engine: ModuleType, order: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Let the adapter ``engine`` build a DeviceMesh whose ranks ``order`` has changed, inside the block."""
+    """Make the adapter module ``engine`` reorder the ranks of its DeviceMesh by ``order``, inside the block."""
     names = vars(engine)
     original = names["build_device_mesh"]
 
@@ -180,7 +180,7 @@ def reordered_device_mesh(engine: ModuleType, order: Callable[[Tensor], Tensor])
 
 
 def transpose_ranks(ranks: Tensor) -> Tensor:
-    """Return the ranks of a mesh in an order in which the first axis has neighbours, and the last one has not."""
+    """Return the ranks of a mesh in an order in which neighbouring ranks lie along the first axis, not the last."""
     return ranks.transpose(0, -1).reshape(ranks.shape)
 
 
@@ -196,7 +196,7 @@ def set_gradient_sync(sync: Any, *, enabled: bool) -> None:
 
 
 def fsdp2_param_groups(model: nn.Module) -> Iterator[Any]:
-    """Return the FSDPParamGroup of every module that has one."""
+    """Yield the FSDPParamGroup of every module that has one."""
     sharded: list[Any] = [module for module in model.modules() if hasattr(module, "_get_fsdp_state")]
     for module in sharded:
         group = module._get_fsdp_state()._fsdp_param_group
@@ -265,17 +265,17 @@ def without_forward_hooks(module: nn.Module) -> Iterator[None]:
 
 
 def replace_end_of_batch(engine: PipelineEngine, end: Callable[[], None]) -> None:
-    """Replace what adds up the gradients of the copies of tied weights after a batch."""
+    """Replace the function that sums the gradients of the copies of tied weights after a batch."""
     vars(engine._tied)["end_batch"] = end
 
 
 def wrap_end_of_batch(engine: PipelineEngine, wrap: Callable[[Callable[[], None]], Callable[[], None]]) -> None:
-    """Wrap what adds up the gradients of the copies of tied weights after a batch."""
+    """Apply the decorator ``wrap`` to the function that sums the gradients of tied weights' copies after a batch."""
     replace_end_of_batch(engine, wrap(engine._tied.end_batch))
 
 
 def keep_tied_gradients(engine: PipelineEngine) -> None:
-    """Let tied weights keep their gradients of earlier batches, which are summed already, at the begin of a batch."""
+    """Make tied weights keep their gradients of earlier batches, which are already summed, when a batch begins."""
     tied = engine._tied
     vars(tied)["begin_batch"] = lambda: vars(tied).update(_kept=dict.fromkeys(tied._owners))
 
@@ -286,7 +286,7 @@ def stage_schedule(engine: PipelineEngine) -> Any:
 
 
 def sum_one_weight_of_tied_layers(engine: DeepSpeedPipelineEngine) -> None:
-    """Let DeepSpeed sum the gradient of the first weight of each tied layer over its stages, and of no other."""
+    """Make DeepSpeed sum only the first weight's gradient of each tied layer over the stages of the layer."""
     module = engine._engine.module
     original = module.get_tied_weights_and_groups
 
@@ -302,7 +302,7 @@ def stage_params(engine: PipelineEngine) -> Mapping[str, nn.Parameter]:
 
 
 def stage_modules(engine: PipelineEngine) -> Iterable[nn.Module]:
-    """Return this rank's stages, in DDP or not."""
+    """Return this rank's stages, wrapped in DDP or not."""
     return engine._parts.values()
 
 
@@ -315,7 +315,7 @@ def deferred_modules(model: nn.Module) -> list[DeferredModule]:
 
 
 def count_sequence_ranks_as_data(engine: DeepSpeedEngine) -> None:
-    """Make DeepSpeed divide gradients by all ranks that it sums them over."""
+    """Make DeepSpeed divide gradients by the number of all ranks over which DeepSpeed sums them."""
     for owner in (engine._engine, engine._engine.optimizer):
         owner.sequence_parallel_size = 1
 

@@ -13,13 +13,13 @@ from zharness.engines.torch_engine import TorchEngine
 
 
 def set_scaler_class(engine: TorchEngine, scaler: type[CallersGradScaler]) -> None:
-    """Make the engine's loss scaler one of another class, if it has any."""
+    """Change the class of the engine's loss scaler to ``scaler``, if the engine has a GradScaler."""
     if isinstance(engine._scaler, CallersGradScaler):
         engine._scaler.__class__ = scaler
 
 
 def set_grad_scaler(engine: TorchEngine, build: Callable[..., torch.amp.GradScaler]) -> None:
-    """Replace the GradScaler of the engine's loss scaler by another one with its scale, if it has a scaler."""
+    """Replace the engine's GradScaler by a new one with the same scale, if the engine has a GradScaler."""
     if isinstance(engine._scaler, CallersGradScaler):
         original = engine._scaler._scaler
         device = torch.device(compute_device_type())
@@ -28,7 +28,7 @@ def set_grad_scaler(engine: TorchEngine, build: Callable[..., torch.amp.GradScal
 
 
 class ScalerOfShards(torch.amp.GradScaler):
-    """A GradScaler that unscales and checks the local tensors of DTensors, and asks no other rank."""
+    """A GradScaler that unscales and checks the local tensors of DTensors, and communicates with no other rank."""
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool

@@ -61,7 +61,7 @@ def shard_divisor(engine: ReferenceEngine, param: ModelParam) -> float:
 
 
 def wrap_sum_over_copies(engine: ReferenceEngine, wrap: Callable[[SumOverCopies], SumOverCopies]) -> None:
-    """Wrap the all-reduce that adds up a shard of a gradient over the copies of the weights."""
+    """Apply the decorator ``wrap`` to the all-reduce that sums a gradient shard over the copies of the weights."""
     shards = comm(engine)
     assert isinstance(shards, ReplicatedShards)
     replace_attribute(shards._across_copies, "all_reduce", wrap(shards._across_copies.all_reduce))

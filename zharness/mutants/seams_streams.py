@@ -1,4 +1,4 @@
-"""Define how mutants run collectives of their own, and how they let a stream of a GPU fall behind."""
+"""Define how mutants replace an engine's collectives, and how they delay a stream of a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SLEEP_CYCLES = 20_000_000  # about 10 ms of a GPU
 
 
 def replace_comm(engine: ReferenceEngine, broken: type[Comm]) -> None:
-    """Let ``broken`` run the engine's collectives, in a group of the backend ``staged``. This is a collective."""
+    """Make ``broken`` run the engine's collectives, in a group of the backend ``staged``. This is a collective."""
     register_staged_backend(Poison.ON)
     comm = engine.engine.comm
     comm.__class__ = broken
@@ -24,14 +24,14 @@ def replace_comm(engine: ReferenceEngine, broken: type[Comm]) -> None:
 
 
 def delay_current_stream() -> None:
-    """Let the current stream do nothing for ``SLEEP_CYCLES`` before its next work."""
+    """Make the current stream idle for ``SLEEP_CYCLES`` before its next work."""
     torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
 
 
 def warm_stream(like: Tensor) -> torch.cuda.Stream:
     """Return a new stream whose memory pool has room for copies of ``like``, and wait for all earlier work.
 
-    Getting new memory from the driver waits for every stream, which would hide what the mutant leaves out.
+    Allocating new memory from the driver waits for every stream, which would hide the wait that the mutant leaves out.
     """
     stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     for each in (torch.cuda.current_stream(), stream):

@@ -37,7 +37,7 @@ class CountsWindowsTogether(EngineWrapper):
 
 @mutant(FaultKind.CLIPPING, in_turns("clipped"), origin=Origin.BLIND_7)
 class ReportsTheNormOfAnother(EngineWrapper):
-    """Reports the norm of the engine that made the last step."""
+    """Reports the norm of the engine that made the last step in the process."""
 
     norms: ClassVar[list[float | None]] = []
 
@@ -61,7 +61,7 @@ class ClearsTheStateOfOthers(ClosesOverOthers):
 
 @mutant(FaultKind.SCALE, in_turns("reductions", Part.REDUCTION), origin=Origin.CIRCUMSTANCES)
 class ReducesLikeTheNewest(EngineWrapper):
-    """Sums gradients over ranks if the engine that was built last does so."""
+    """Sums gradients over ranks instead of averaging them if the engine that was built last sums its gradients."""
 
     newest: ClassVar[list[Reduction]] = []
 

@@ -206,7 +206,7 @@ class EvaluatesAfterErrors(EngineWrapper):
     origin=Origin.ONLOOKERS,
 )
 class ForwardsWithGradients(EngineWrapper):
-    """Enables gradients in every forward, whatever the mode of the caller."""
+    """Enables gradients in every forward, even if the caller has disabled them."""
 
     wraps = "ddp"
 
@@ -220,7 +220,7 @@ CONSTRUCTOR = "__init__"
 
 @mutant(FaultKind.RANKS, modes_target("constructors of torch.nn after building the engine"), origin=Origin.ORDERS)
 class ReplacesInheritedConstructors(EngineWrapper):
-    """Leaves a class of torch.nn with a constructor of its own, where it had inherited one."""
+    """Sets the inherited constructor of ``nn.BatchNorm1d`` on the class itself, and leaves it there."""
 
     wraps = "ddp"
 
@@ -234,17 +234,17 @@ class ReplacesInheritedConstructors(EngineWrapper):
 
 
 class ResetsFlagsInEvaluation(EngineWrapper):
-    """The base class of mutants that put every module into evaluation mode after a call, if the model was in it."""
+    """The base class of mutants that put all submodules into evaluation mode after a call if the model is in it."""
 
     def reset_flags(self) -> None:
-        """Put the submodules that the caller has put into training mode into evaluation mode too."""
+        """If the model is in evaluation mode, also put its submodules in training mode into evaluation mode."""
         if not self.module.training:
             self.module.eval()
 
 
 @mutant(FaultKind.STATE, modes_target("training flag of * after save", "evaluating"), origin=Origin.ORDERS)
 class SaveResetsFlags(ResetsFlagsInEvaluation):
-    """Saves in evaluation mode, and restores the flag of the model for all of its submodules."""
+    """Puts all submodules into evaluation mode after a save if the model is in evaluation mode."""
 
     def save(self, path: Path) -> None:
         self.base.save(path)
@@ -253,7 +253,7 @@ class SaveResetsFlags(ResetsFlagsInEvaluation):
 
 @mutant(FaultKind.STATE, modes_target("training flag of * after load", "evaluating"), origin=Origin.ORDERS)
 class LoadResetsFlags(ResetsFlagsInEvaluation):
-    """Loads in evaluation mode, and restores the flag of the model for all of its submodules."""
+    """Puts all submodules into evaluation mode after a load if the model is in evaluation mode."""
 
     def load(self, path: Path) -> None:
         self.base.load(path)

@@ -1,4 +1,4 @@
-"""Mutants that read a wrong step count, or one that the caller should not get."""
+"""Mutants that return a wrong step count, or the optimizer's own tensor of a step count, to the caller."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ReadsTheLiveStepCount(EngineWrapper):
 
 @mutant(FaultKind.OPTIMIZER, step_count_target("idle"), origin=Origin.BLIND_11)
 class ReadsTheStepsOfTheEngine(EngineWrapper):
-    """If the caller reads a step count, returns the number of all steps, also of those that left the weight idle."""
+    """If the caller reads a step count, returns the number of all steps, including steps that left the weight idle."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)

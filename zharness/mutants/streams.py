@@ -1,8 +1,8 @@
 """Mutants that do not wait: for a collective, for a stream, or before they reuse memory.
 
-Their collectives run in a group of the backend ``staged``, which delivers results only to a caller that waits, and
-fills outputs with NaN until then: on a CPU too, a missing wait shows at once. Mutants of streams are broken on a GPU
-only. They delay the stream that is not waited for, so that they fail in every run.
+Their collectives run in a group of the backend ``staged``. This backend delivers results only to a caller that waits,
+and fills outputs with NaN until then, so that a missing wait shows at once, also on a CPU. Mutants of streams are
+broken on a GPU only. They delay the stream for which they do not wait, so that they fail in every run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ GPU = "cuda"
 
 
 class BrokenCollectives(EngineWrapper):
-    """The base class of mutants whose collectives are those of ``broken``."""
+    """The base class of mutants that run their collectives by the class ``broken``."""
 
     broken: ClassVar[type[Comm]]
 

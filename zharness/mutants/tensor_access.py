@@ -189,7 +189,7 @@ class WritesAGradThatNoStepUses(ShardedWrapper):
 
 @mutant(FaultKind.SHARDS, Target("access.write_grad", model=MODEL, variant="one"), origin=Origin.ONLOOKERS)
 class WritesTheNeighboursGradToo(ShardedWrapper):
-    """If the caller replaces a gradient, also replaces that of the next parameter of the same shape."""
+    """If the caller replaces a gradient, also replaces the gradient of the next parameter of the same shape."""
 
     def write_grad(self, name: str, value: Tensor) -> None:
         self.access.write_grad(self.neighbour_of[name], value)
@@ -300,7 +300,7 @@ class OnlyRank0WritesShardsOfWeights(ShardedWrapper):
     origin=Origin.ONLOOKERS,
 )
 class WritesNoShortShard(EngineWrapper):
-    """Leaves the elements of a shard that is shorter than the first one as they were in ``write_param``."""
+    """Does not replace the elements of a shard in ``write_param`` if the shard is shorter than the longest shard."""
 
     stages = (1, 3)
 
@@ -360,7 +360,7 @@ class OnlyRank0WritesShardsOfState(ShardedWrapper):
     origin=Origin.ONLOOKERS,
 )
 class ReadsTheNeighboursShards(ShardedWrapper):
-    """If the caller reads this rank's shard of a tensor, returns that of the next parameter of the same shape."""
+    """If the caller reads a rank's shard of a tensor, returns the shard of the next parameter of the same shape."""
 
     def read_grad_shard(self, name: str) -> Tensor:
         return self.access.read_grad_shard(self.neighbour_of[name])

@@ -15,7 +15,7 @@ MODEL = "similar"
 
 @mutant(FaultKind.STALE, Target("access.read_param", Part.GATHER, model=MODEL), origin=Origin.BLIND_7)
 class ReturnsTheWeightItself(DDPWrapper):
-    """Returns the weight itself from ``read_param``, so that a caller who overwrites it changes the model."""
+    """Returns the weight itself from ``read_param``, so that a caller who overwrites the result changes the model."""
 
     def read_param(self, name: str) -> Tensor:
         return self.module.get_parameter(name).detach()
@@ -23,7 +23,7 @@ class ReturnsTheWeightItself(DDPWrapper):
 
 @mutant(FaultKind.STALE, Target("access.write_grad", Part.REDUCTION, model=MODEL), origin=Origin.BLIND_7)
 class KeepsTheCallersGradient(DDPWrapper):
-    """Takes the caller's tensor itself in ``write_grad``, which the caller may overwrite afterwards."""
+    """Keeps the caller's tensor itself in ``write_grad``, so that the caller can change the gradient afterwards."""
 
     def write_grad(self, name: str, value: Tensor) -> None:
         self.module.get_parameter(name).grad = value
@@ -52,7 +52,7 @@ def in_order_of_memory(value: Tensor) -> Tensor:
 
 @mutant(FaultKind.STALE, Target("training.looked_at", Part.OPTIMIZER), origin=Origin.BLIND_10)
 class ReturnsLiveStepCounts(EngineWrapper):
-    """Returns the optimizer's own step counts from ``full_optimizer_state``, which the next step changes."""
+    """Returns the optimizer's own step counts from ``full_optimizer_state``, so that the next step changes them."""
 
     def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         state: dict[str, dict[str, Tensor]] = self.base.full_optimizer_state()
@@ -64,7 +64,7 @@ class ReturnsLiveStepCounts(EngineWrapper):
 
 @mutant(FaultKind.STALE, Target("access.read_state", Part.OPTIMIZER, MODEL, "adam"), origin=Origin.BLIND_10)
 class ReadsLiveState(EngineWrapper):
-    """Returns the optimizer's own tensors from ``read_optimizer_state``, which the next step changes."""
+    """Returns the optimizer's own tensors from ``read_optimizer_state``, so that the next step changes them."""
 
     def read_optimizer_state(self, name: str, key: str) -> Tensor:
         state: Tensor = self.optimizer.state[seams.leaves(self.base)[name]][key]

@@ -1,4 +1,4 @@
-"""Mutants that multiply float32 as GPUs do in TF32, in cells whose products have all bits."""
+"""Mutants that multiply float32 matrices in TF32, as GPUs do, in cells that expect full float32 precision."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PRODUCTS: Mapping[Any, int] = {aten.mm.default: 0, aten.bmm.default: 0, aten.add
 
 
 class RoundedFactors(TorchDispatchMode):
-    """A mode in which factors of float32 products are rounded to TF32's 11 bits, as a GPU does it, on any device."""
+    """A mode that rounds the factors of float32 products to TF32's 11 bits, as a GPU does, on any device."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

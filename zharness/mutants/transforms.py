@@ -321,12 +321,12 @@ def ddp_detaches_keywords(model: nn.Module, config: EngineConfig) -> TorchEngine
     origin=Origin.BLIND_9,
 )
 class UsesOneRowOfABatch(HookedParameters):
-    """If gradients of weights are computed for a batch of output gradients, uses the first of these for all."""
+    """If weight gradients are computed for a batch of output gradients, returns the first row's result for all rows."""
 
     stages = (3,)
 
     def changed(self, grad: Tensor | None) -> Tensor | None:  # type: ignore[override]
-        if grad is None:  # a parameter that autograd.grad was asked for and that nothing used
+        if grad is None:  # autograd.grad was asked for this parameter, but nothing used it
             return None
         rows: list[Tensor] = []
 

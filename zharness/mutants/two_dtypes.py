@@ -1,4 +1,4 @@
-"""Mutants that are wrong where gradients, or weights, are kept in two dtypes: in bf16 with fp32 beside it."""
+"""Mutants that are wrong if some gradients or weights are kept in bf16 and others in fp32."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from zharness.parity import Part
     origin=Origin.CIRCUMSTANCES,
 )
 class DropsFreshGradientsInBf16(CountsMicroBatches):
-    """Drops a gradient in bf16 that only the last micro-batch of a window made, which was never summed in fp32."""
+    """Drops a bf16 gradient that only a window's last micro-batch made, so that it was never summed in fp32."""
 
     def before_step(self) -> None:
         for name, parameter in self.module.named_parameters():
@@ -35,7 +35,7 @@ class DropsFreshGradientsInBf16(CountsMicroBatches):
     origin=Origin.CIRCUMSTANCES,
 )
 class ForgetsWeightsOfAFrozenForward(EngineWrapper):
-    """Never updates weights that were frozen in the first forward, if they are in bf16."""
+    """Never updates bf16 weights that were frozen in the first forward."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)

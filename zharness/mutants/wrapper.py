@@ -90,10 +90,10 @@ class HookedParameters(EngineWrapper):
 
 
 class CountsMicroBatches(EngineWrapper):
-    """The base class of mutants that are wrong inside an engine's window, of ``window`` micro-batches.
+    """The base class of mutants that are wrong inside an engine's accumulation window of ``window`` micro-batches.
 
-    ``micro`` is the number of micro-batches of the window that were stepped. Where the caller owns the accumulation,
-    each micro-batch is a window.
+    ``micro`` is the number of calls of ``step`` in the window so far. If the caller owns the accumulation, each
+    micro-batch is a window of its own.
     """
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
