@@ -161,7 +161,7 @@ def find_finite_part(programs: Sequence[Program]) -> FinitePart | None:
     for count, program in enumerate(programs):
         overflow = find_overflow(build_program_baseline(program), program)
         if overflow is not None:
-            reason = f"{overflow.describe()}, and before that the engine is right, so the program shows nothing more"
+            reason = f"{overflow.describe()}, and the engine is right before that, so the program proves nothing more"
             return FinitePart((*programs[:count], cut_before(program, overflow)), reason)
     return None
 
