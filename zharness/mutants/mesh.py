@@ -1,7 +1,7 @@
 """Define mutants that break one axis of a mesh: a collective of tp, a reduction over the data, a replica, a norm.
 
-The mutants wrap FSDP2 on a mesh with tensor parallelism or with copies of the weights. They are right on the default
-mesh, which has one axis.
+The mutants wrap FSDP2 on a mesh with tensor parallelism or with copies of the weights. Most of them are right on the
+default mesh, which has one axis.
 """
 
 from __future__ import annotations
