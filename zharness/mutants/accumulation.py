@@ -244,7 +244,7 @@ def count_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 @mutant(FaultKind.SCALE, Target("training.any_order", Part.LOCAL_GRADIENT, variant="sums"), origin=Origin.ORDERS)
 class WeighsByTheFirstBatch(EngineWrapper):
-    """Multiplies a loss by its micro-batch's size, divided by the first micro-batch's size, as if losses were sums."""
+    """Multiplies a loss by its micro-batch's size over the first micro-batch's size, as if losses were sums."""
 
     wraps = "ddp"
     first = rows = 0
@@ -280,7 +280,7 @@ class TakesGraphsForBatches(EngineWrapper):
     origin=Origin.CIRCUMSTANCES,
 )
 class DropsWhatIsPending(EngineWrapper):
-    """Makes ``zero_grad`` discard each forward that has had no backward, so that its backward does nothing."""
+    """Does nothing in ``backward`` if ``zero_grad`` was called after the forward that computed the loss."""
 
     forwards = 0
 
@@ -324,7 +324,7 @@ class DividesEngineBackwardsAlone(CountsMicroBatches):
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
-        self.calls = [0]  # of engine.backward in each micro-batch of the window so far
+        self.calls = [0]  # the numbers of calls of engine.backward in the micro-batches of the window so far
         self.before: dict[nn.Parameter, Tensor] = {}
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Mutants that are wrong after a write, an edit, a load, a skipped step or an idle one, or in a mode of the caller."""
+"""Mutants that are wrong after a write, an edit, a load, a skipped step or an idle step, or in a mode of the caller."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def changed(variant: str, part: Part) -> Target:
     origin=Origin.BLIND_7,
 )
 class ReadsTheWeightOfTheLastStep(ShardedWrapper):
-    """Keeps every weight that was read, and returns it again until the next step."""
+    """Caches each weight at its first read, and returns the cached value in every read until the next step."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -50,7 +50,7 @@ class ReadsTheWeightOfTheLastStep(ShardedWrapper):
 
 @mutant(FaultKind.OPTIMIZER, changed("written_state_before_step", Part.OPTIMIZER), origin=Origin.BLIND_7)
 class ForgetsStateWrittenAfterBackward(ShardedWrapper):
-    """If the caller replaces optimizer state between backward and step, the step starts from the state before it."""
+    """Starts the step from the old optimizer state if the caller replaced that state between backward and step."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -91,7 +91,7 @@ class WritingAWeightClearsItsState(ShardedWrapper):
 
 @mutant(FaultKind.SHARDS, changed("groups", Part.OPTIMIZER), origin=Origin.BLIND_7)
 class FindsStateByShape(ShardedWrapper):
-    """If the caller reads optimizer state, returns that of the first trained parameter with the same shape."""
+    """If the caller reads optimizer state, returns the state of the first trained parameter with the same shape."""
 
     def read_optimizer_state(self, name: str, key: str) -> Tensor | None:
         trained = {other: p for other, p in self.module.named_parameters() if p.requires_grad}
@@ -116,7 +116,7 @@ class ReadsZerosAfterAnIdleStep(ShardedWrapper):
 
 @mutant(FaultKind.STATE, Target("state.several_saves", Part.GATHER, model="experts"), origin=Origin.BLIND_7)
 class SavesTheFirstBuffers(EngineWrapper):
-    """Writes the buffers of the first checkpoint into every later one."""
+    """Writes the buffers of the first checkpoint into every later checkpoint."""
 
     first: dict[str, Tensor] | None = None
 
@@ -141,7 +141,7 @@ class SavesTheFirstBuffers(EngineWrapper):
     origin=Origin.BLIND_7,
 )
 class LoadsOneStepCount(SpoiledLoad):
-    """Gives every parameter the largest step count of the checkpoint."""
+    """Sets, in a load, every parameter's step count to the largest step count of the checkpoint."""
 
     def spoil(self) -> None:
         counts = [state["step"] for state in self.optimizer.state.values() if "step" in state]
@@ -155,7 +155,7 @@ class LoadsOneStepCount(SpoiledLoad):
     origin=Origin.BLIND_7,
 )
 class KeepsFrozenWeightsInALoad(EngineWrapper):
-    """Does not load the weights that are frozen while it loads."""
+    """Does not load the weights that are frozen at the time of the load."""
 
     @torch.no_grad()
     def load(self, path: Path) -> None:
@@ -214,7 +214,7 @@ class KeepsFrozenWeightsInAnEdit(EngineWrapper):
     origin=Origin.BLIND_7,
 )
 class StepsFromTheMastersBeforeAnEdit(ShardedWrapper):
-    """After an edit, the next step starts from the weights before the edit."""
+    """Starts the step after an edit from the weights before the edit."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -236,7 +236,7 @@ class StepsFromTheMastersBeforeAnEdit(ShardedWrapper):
 
 @mutant(FaultKind.CLIPPING, Target("training.calls_under_modes", variant="autocast"), origin=Origin.BLIND_7)
 class NormInTheCallersAutocast(EngineWrapper):
-    """Computes the norm by a matrix product, which the caller's torch.autocast rounds."""
+    """Under the caller's torch.autocast, computes the norm by a matrix product, which autocast rounds."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -279,7 +279,7 @@ class ClearsMomentsInASkippedStep(ShardedWrapper):
     origin=Origin.BLIND_7,
 )
 class DoublesTheNormAfterASkippedStep(ShardedWrapper):
-    """Reports twice the norm of the step after a step that was skipped for an overflow."""
+    """Reports twice the norm in the step that follows a step that was skipped for an overflow."""
 
     skipped = after_skipped = 0
 
@@ -330,7 +330,7 @@ class ReturnsPlainTuples(EngineWrapper):
     origin=Origin.BLIND_7,
 )
 class ScaleDividesByTwo(EngineWrapper):
-    """Divides a loss in ``scale`` by 2, also in windows of the engine that have more micro-batches."""
+    """Divides each loss in ``scale`` by 2, even if the accumulation window of the engine has more micro-batches."""
 
     def scale(self, loss: Tensor) -> Tensor:
         excess = max(self.config.accumulation_steps // 2, 1)
@@ -345,7 +345,7 @@ class ScaleDividesByTwo(EngineWrapper):
     origin=Origin.BLIND_7,
 )
 class AveragesOverTheRanksWithGradients(EngineWrapper):
-    """Averages a gradient over the ranks that have it, if the accumulation window has one micro-batch."""
+    """Averages a gradient over only the ranks that have it, if the accumulation window has one micro-batch."""
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         self.base.backward(loss, retain_graph=retain_graph)
@@ -364,7 +364,7 @@ class AveragesOverTheRanksWithGradients(EngineWrapper):
     origin=Origin.BLIND_7,
 )
 class LoadsBuffersInLowPrecision(SpoiledLoad):
-    """Rounds every buffer to bf16 when it is loaded into an engine of low precision."""
+    """Rounds every buffer to bf16 in a load, if the engine trains in low precision."""
 
     def spoil(self) -> None:
         if self.config.dtype != "fp32":

@@ -153,7 +153,7 @@ class LeavesAutocastOn(EngineWrapper):
     FaultKind.AUTOCAST, Target("precision.autocast_policy", Part.FORWARD, model="mixed"), origin=Origin.CIRCUMSTANCES
 )
 class EvaluatesWithOldCasts(EngineWrapper):
-    """Casts its weights for evaluation once under torch_autocast, and still uses these casts after a step."""
+    """Casts the weights once for evaluation under torch_autocast, and uses these old casts even after a step."""
 
     wraps = "ddp"
     cast: dict[str, Tensor] | None = None
@@ -205,7 +205,7 @@ class _BackwardUnderAutocast(TorchEngine):
 def backward_under_autocast(model: nn.Module, config: EngineConfig) -> TorchEngine:
     """Runs ``backward`` over DDP under the torch.autocast of the forward.
 
-    Operations that the model or the loss ran in fp32 outside of autocast have their backward in low precision, and
+    Operations that the model or the loss ran in fp32 outside of autocast run their backward in low precision, and
     ``scale(loss).backward()`` computes gradients that differ from those of ``backward(loss)``.
     """
     engine = ddp.factory(model, config)
@@ -265,7 +265,7 @@ def users_autocast_is_switched_off(model: nn.Module, config: EngineConfig) -> To
     origin=Origin.BLIND_10,
 )
 class TransformsWithoutAutocast(EngineWrapper):
-    """Runs a forward that torch.func transforms outside of the configured torch.autocast."""
+    """Does not apply the configured torch.autocast to a forward that torch.func transforms."""
 
     stages = ALL_STAGES
 

@@ -35,7 +35,7 @@ from zharness.parity import Part
     imitates=pytorch(47260),
 )
 class ReducesNoSecondBackward(EngineWrapper):
-    """Does not reduce the second backward on a retained graph, as DDP does."""
+    """Does not reduce the gradients of a second backward on a retained graph; plain DDP does not reduce them either."""
 
     wraps = "ddp"
 

@@ -250,7 +250,7 @@ class RestoresBuffersWithoutGradients(EngineWrapper):
 
 @mutant(FaultKind.STATE, Target("state.buffer_kinds", Part.GATHER, variant="shared"), origin=Origin.BLIND_11)
 class LoadSplitsSharedBuffers(SpoiledLoad):
-    """Gives each of two modules that share a buffer a tensor of its own at load."""
+    """Gives modules that share a buffer a separate tensor each in a load."""
 
     def spoil(self) -> None:
         for module in self.module.modules():
@@ -260,7 +260,7 @@ class LoadSplitsSharedBuffers(SpoiledLoad):
 
 @mutant(FaultKind.STATE, Target("state.buffer_kinds", Part.GATHER, variant="not_persistent"), origin=Origin.BLIND_11)
 class LoadResetsVolatileBuffers(SpoiledLoad):
-    """Gives buffers that are not persistent the values of construction at load."""
+    """Resets, in a load, the buffers that are not persistent to their values at construction."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)

@@ -152,7 +152,7 @@ def load_keeps_gradients(model: nn.Module, config: EngineConfig) -> ReferenceEng
     origin=Origin.BLIND_7,
 )
 class TakesNoCheckpointForAFreshStart(EngineWrapper):
-    """Loads nothing, and raises nothing, if the folder of the checkpoint is empty or not there."""
+    """Loads nothing, and raises nothing, if the folder of the checkpoint is empty or does not exist."""
 
     def load(self, path: Path) -> None:
         if path.exists() and any(path.iterdir()):
@@ -165,7 +165,7 @@ class TakesNoCheckpointForAFreshStart(EngineWrapper):
     origin=Origin.BLIND_9,
 )
 class ClearsTheOptimizerBeforeALoad(EngineWrapper):
-    """Clears the optimizer's state before a load, and so also if the load then raises."""
+    """Clears the optimizer's state before a load, so that the state is lost even if the load then raises."""
 
     def load(self, path: Path) -> None:
         self.optimizer.state.clear()

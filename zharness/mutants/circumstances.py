@@ -176,7 +176,7 @@ class ForgetsUnfrozenWeights(EngineWrapper):
     origin=Origin.CIRCUMSTANCES,
 )
 class AssumesEqualBatches(EngineWrapper):
-    """Multiplies a loss by the size of its micro-batch, divided by the size of rank 0's first micro-batch."""
+    """Multiplies a loss by the ratio of its micro-batch's size to the size of rank 0's first micro-batch."""
 
     first = torch.zeros(())
 
@@ -286,7 +286,7 @@ class ZeroesByMultiplication(EngineWrapper):
     origin=Origin.CIRCUMSTANCES,
 )
 class CountsTinyOnEveryRank(EngineWrapper):
-    """Counts a parameter with fewer elements than there are ranks once for each rank in the norm."""
+    """Counts a parameter in the norm once for each rank, if the parameter has fewer elements than there are ranks."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)

@@ -77,7 +77,7 @@ class ClipsEachMicroBatch(EngineWrapper):
 
 @mutant(FaultKind.CLIPPING, Target("training.any_order", Part.OPTIMIZER, variant="sums"), origin=Origin.ORDERS)
 class ClipsTheSumAsAMean(EngineWrapper):
-    """Applies the configured clipping norm to the mean over ranks, so the norm of summed gradients may be larger."""
+    """Under reduction by sum, multiplies the clipping limit by the world size, as if the limit applied to the mean."""
 
     wraps = "ddp"
 
@@ -125,7 +125,7 @@ class _ClipsEveryName(TorchEngine):
 def ddp_clips_tied_twice(model: nn.Module, config: EngineConfig) -> TorchEngine:
     """Counts a tied weight in the norm, and clips its gradient, once for each of the weight's names.
 
-    The reported norm is not the norm of the gradients, and the tied weight learns more slowly than the others.
+    The reported norm is not the norm of the gradients, and the tied weight learns more slowly than other weights.
     """
     engine = ddp.factory(model, config)
     engine.__class__ = _ClipsEveryName
@@ -153,7 +153,7 @@ class _ModuleByModule(TorchEngine):
     origin=Origin.BLIND_5,
 )
 def tied_clipped_twice(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """Clips the parameters of one module after the other, and a tied weight in each of its modules.
+    """Lists the parameters module by module for clipping, so that a tied weight is listed once for each of its modules.
 
     The norm contains a tied weight twice, and the weight's gradient is multiplied by the clipping factor twice.
     """
@@ -263,7 +263,7 @@ def clips_before_unscaling(model: nn.Module, config: EngineConfig) -> ReferenceE
     origin=Origin.BLIND_11,
 )
 class ClipsEachSubGroup(EngineWrapper):
-    """At stage 3 with sub groups of one element, clips the gradient of each weight by its own norm."""
+    """At stage 3 with sub groups of one element, clips each weight's gradient by that gradient's own norm."""
 
     stages = (3,)
 

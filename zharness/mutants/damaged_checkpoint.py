@@ -17,7 +17,7 @@ from zharness.parity import Part
 
 
 def update_checksums(manifest: Path) -> None:
-    """Write the checksums that the files of a checkpoint have now to its manifest."""
+    """Write the current checksums of a checkpoint's files to its manifest."""
     content = json.loads(manifest.read_text())
     for name, measure in content["files"].items():
         if (file := manifest.parent / name).is_file():
@@ -37,7 +37,7 @@ class ComparesNoChecksums(EngineWrapper):
         dist.barrier()
         if dist.get_rank() == 0:
             for manifest in path.rglob("manifest.json"):
-                with suppress(ValueError):  # a changed byte of the manifest itself, which the correct engine refuses
+                with suppress(ValueError):  # the manifest itself has a changed byte, which the correct engine refuses
                     update_checksums(manifest)
         dist.barrier()
         self.base.load(path)
@@ -80,7 +80,7 @@ class IgnoresDamage(EngineWrapper):
     origin=Origin.STATE,
 )
 class OverwritesBeforeItRaises(EngineWrapper):
-    """Sets a weight to zero before it raises that a file of a checkpoint is missing or damaged."""
+    """Sets a weight to zero before it raises an error about a missing or damaged file of a checkpoint."""
 
     def load(self, path: Path) -> None:
         try:

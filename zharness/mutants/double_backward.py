@@ -76,7 +76,7 @@ def second_order_undivided(model: nn.Module, config: EngineConfig) -> ReferenceE
     origin=Origin.BLIND_3,
 )
 def double_backward_undivided(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """At stage 3, all-gathers gradients in the backward of the reduction, but does not divide as the mean does.
+    """At stage 3, all-gathers gradients in the backward of the reduction, but does not divide them for the mean.
 
     A loss that depends on the parameters' gradients (``create_graph=True``) contributes gradients that are too large by
     a factor of the world size.
@@ -140,7 +140,7 @@ def penalty_undivided(model: nn.Module, config: EngineConfig) -> ReferenceEngine
     origin=Origin.BLIND_6,
 )
 def second_derivative_undivided(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """At stage 3, all-gathers in the backward of a gradient's reduce-scatter, and does not divide as the mean does.
+    """At stage 3, all-gathers gradients in the backward of their reduce-scatter, but does not divide them for the mean.
 
     A penalty on the weights' gradients (``autograd.grad`` with ``create_graph``) has a gradient too large by a factor
     of the world size.
@@ -162,7 +162,7 @@ def second_derivative_undivided(model: nn.Module, config: EngineConfig) -> Refer
     origin=Origin.BLIND_11,
 )
 def second_order_ignores_the_window(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """At stage 3, does not divide the gradient of a reduced gradient by the length of the engine's window."""
+    """At stage 3, does not divide second derivatives by the number of micro-batches of the engine's window."""
     engine = seams.build(model, config)
     window = config.accumulation_steps if config.accumulation_owner is AccumulationOwner.ENGINE else 1
 

@@ -1,4 +1,4 @@
-"""Mutants that undo edits of weights, or whose checkpoints have what a weight, buffer or state was before a change."""
+"""Mutants that undo edits of weights, or that save or load outdated or rounded weights, buffers or optimizer state."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IN_PLACE = "parameters.edited_in_place"
 
 @mutant(FaultKind.STALE, Target(IN_PLACE, Part.OPTIMIZER, model="similar"), origin=Origin.BLIND_10)
 class StepUndoesEdits(EngineWrapper):
-    """A step starts from the weights that the last step made, as if nobody edited weights in between."""
+    """Starts each step from the weights that the last step made, so that edits between the two steps are lost."""
 
     kept: Mapping[nn.Parameter, Tensor] | None = None
 
@@ -34,7 +34,7 @@ class StepUndoesEdits(EngineWrapper):
 
 @mutant(FaultKind.STALE, Target(IN_PLACE, Part.GATHER, model="similar", dtype="bf16"), origin=Origin.BLIND_10)
 class MastersUndoEdits(EngineWrapper):
-    """An edit in place does not reach the master weight, and the step that undoes it does not raise."""
+    """Does not pass an edit in place on to the master weight; the next step undoes the edit and does not raise."""
 
     def step(self) -> None:
         for param in seams.model_params(self.base).values():
@@ -53,7 +53,7 @@ def clone_frozen(module: nn.Module) -> dict[nn.Parameter, Tensor]:
     origin=Origin.BLIND_10,
 )
 class SavesFrozenWeightsOfConstruction(EngineWrapper):
-    """A checkpoint has frozen weights as they were when the engine was built."""
+    """Saves frozen weights with the values that they had when the engine was built."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -77,7 +77,7 @@ class SavesFrozenWeightsOfConstruction(EngineWrapper):
     origin=Origin.BLIND_10,
 )
 class LoadsFrozenMastersAlone(SpoiledLoad):
-    """In bf16, ``load`` replaces the fp32 copy of a frozen weight, and not the bf16 weight that forwards use."""
+    """In bf16, replaces the fp32 copy of a frozen weight in ``load``, but not the bf16 weight that forwards use."""
 
     def load(self, path: Path) -> None:
         before = clone_frozen(self.module)
@@ -93,7 +93,7 @@ class LoadsFrozenMastersAlone(SpoiledLoad):
     origin=Origin.BLIND_10,
 )
 class RoundsMastersOfUnfrozenWeights(EngineWrapper):
-    """The first forward after a weight is unfrozen makes its master weight anew, from the rounded bf16 weight."""
+    """In the first forward after a weight is unfrozen, replaces its master weight by the rounded bf16 weight."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -114,7 +114,7 @@ class RoundsMastersOfUnfrozenWeights(EngineWrapper):
     origin=Origin.BLIND_10,
 )
 class RoundsLoadedBuffers(SpoiledLoad):
-    """In bf16, ``load`` rounds fp32 buffers to bf16, although they keep their dtype."""
+    """In bf16, rounds the values of fp32 buffers to bf16 in ``load``; the buffers stay fp32."""
 
     def spoil(self) -> None:
         for buffer in self.module.buffers():
@@ -128,7 +128,7 @@ class RoundsLoadedBuffers(SpoiledLoad):
     origin=Origin.BLIND_10,
 )
 class SavesStateOfTheLastStep(EngineWrapper):
-    """A checkpoint has the optimizer state that the last step made, without what was written into it since."""
+    """Saves the optimizer state as the last step left it, without the values that the caller has written since then."""
 
     kept: Mapping[str, Mapping[str, Tensor]] | None = None
 

@@ -1,4 +1,4 @@
-"""Mutants that are wrong after an exception in no_sync, in evaluation mode, or about random numbers at the end."""
+"""Mutants that are wrong after an exception in no_sync, in evaluation mode, or about the random state after close."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from zharness.parity import Part
     origin=Origin.BLIND_11,
 )
 class DoesNotDivideInEvaluationMode(EngineWrapper):
-    """In an engine's window, does not divide a loss whose forward ran in evaluation mode."""
+    """In an engine's window, does not divide a loss if its forward ran in evaluation mode."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -43,13 +43,13 @@ class DoesNotDivideInEvaluationMode(EngineWrapper):
     origin=Origin.BLIND_11,
 )
 class StaysInNoSync(EngineWrapper):
-    """After an exception inside ``no_sync``, the engine stays inside it, so that ``step`` raises."""
+    """Stays inside ``no_sync`` after an exception in its block, so that the next ``step`` raises."""
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        manager = self.manager = self.base.no_sync()  # kept, or its own end would leave no_sync
+        manager = self.manager = self.base.no_sync()  # kept alive, because its deallocation would leave no_sync
         manager.__enter__()
-        yield  # an exception passes over the exit
+        yield  # an exception skips the exit below
         manager.__exit__(None, None, None)
 
 
@@ -59,7 +59,7 @@ class StaysInNoSync(EngineWrapper):
     origin=Origin.BLIND_11,
 )
 class CloseRestoresTheGenerator(EngineWrapper):
-    """``close`` gives torch's generator the state that it had when the engine was built."""
+    """Sets torch's generator in ``close`` to the state that the generator had when the engine was built."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         self.state = torch.get_rng_state()

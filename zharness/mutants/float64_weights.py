@@ -1,4 +1,4 @@
-"""Mutants that round float64 weights, or what is written to them, to float32."""
+"""Mutants that round float64 values to float32: gradients, or the values that a caller writes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def round_wide(value: Tensor) -> Tensor:
     origin=Origin.BLIND_11,
 )
 class WritesWideValuesRounded(EngineWrapper):
-    """Rounds what the caller writes to a float64 weight, or to its optimizer state, to float32."""
+    """Rounds the values that the caller writes to a float64 weight, or to its optimizer state, to float32."""
 
     def write_param(self, name: str, value: Tensor) -> None:
         self.base.write_param(name, round_wide(value))
@@ -62,7 +62,7 @@ class ClipsWideGradientsInFloat32(EngineWrapper):
 
 
 def average_in_float32(bucket: Any) -> torch.futures.Future[Tensor]:
-    """Return the mean over ranks of a bucket of DDP, computed in float32 if the bucket is wider.
+    """Return the mean over ranks of a bucket of DDP, computed in float32 if the bucket is float64.
 
     ``bucket`` is a torch.distributed.GradBucket, which torch's type hints do not have.
     """
@@ -87,5 +87,5 @@ class SendsWideGradientsInFloat32(EngineWrapper):
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
-        # DDP refuses a hook whose annotations are text, as those of this file are.
+        # DDP refuses a hook whose annotations are strings, and all annotations of this file are strings.
         seams_engines.ddp_wrapper(self.base).register_comm_hook(None, lambda _state, bucket: average_in_float32(bucket))

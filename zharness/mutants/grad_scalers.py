@@ -37,14 +37,14 @@ class _ClipsFirst(TorchEngine):
     origin=Origin.PRECISION,
 )
 def ddp_clips_scaled_gradients(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """Clips gradients before ``unscale_``, which torch's examples of GradScaler warn of."""
+    """Clips gradients before ``unscale_``; torch's examples of GradScaler warn of this order."""
     engine = ddp.factory(model, config)
     engine.__class__ = _ClipsFirst
     return engine
 
 
 class _UnsavedScaler(CallersGradScaler):
-    """A loss scaler that a checkpoint does not keep."""
+    """A loss scaler whose state a checkpoint does not keep."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -61,21 +61,21 @@ class _UnsavedScaler(CallersGradScaler):
     origin=Origin.PRECISION,
 )
 def ddp_saves_no_loss_scale(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """Saves checkpoints without the state of the GradScaler, so that a resumed training begins at its first scale."""
+    """Saves checkpoints without the state of the GradScaler, so that a resumed training begins at the initial scale."""
     engine = ddp.factory(model, config)
     seams_scalers.set_scaler_class(engine, _UnsavedScaler)
     return engine
 
 
 class _StepsPastTheScaler(TorchEngine):
-    """A TorchEngine that calls the optimizer's step, and not its scaler's."""
+    """A TorchEngine that calls the optimizer's step directly, instead of the scaler's step."""
 
     def step(self) -> None:
         seams_engines.optimizer(self).step()
 
 
 class _StepsTheSchedule(TorchEngine):
-    """A TorchEngine whose schedule goes on after a step that was skipped."""
+    """A TorchEngine whose schedule advances even after a step that was skipped."""
 
     def step(self) -> None:
         before = self.observe().skipped_steps
@@ -92,7 +92,7 @@ class _StepsTheSchedule(TorchEngine):
     origin=Origin.PRECISION,
 )
 def fsdp2_schedules_skipped_steps(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """Steps the learning-rate schedule after every ``scaler.step``, also one that skipped the optimizer's."""
+    """Advances the learning-rate schedule after every ``scaler.step``, even if the optimizer's step was skipped."""
     engine = fsdp2.factory(model, config)
     engine.__class__ = _StepsTheSchedule
     return engine

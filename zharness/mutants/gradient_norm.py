@@ -49,7 +49,7 @@ class NormOfItsOwnShard(EngineWrapper):
 
 @mutant(FaultKind.CLIPPING, Target("parameters.unfrozen", model="odd", parameter="norm"), origin=Origin.ORDERS)
 class NormLeavesOutUnfrozenWeights(EngineWrapper):
-    """Leaves the weights that were frozen at construction out of the norm, also when they are trained later."""
+    """Leaves the weights that were frozen at construction out of the norm, even after these weights are unfrozen."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -268,7 +268,7 @@ def clips_by_the_shards_norm(model: nn.Module, config: EngineConfig) -> TorchEng
 
 @mutant(FaultKind.CLIPPING, Target("training.clip_and_norm", variant="sum", parameter="norm"), origin=Origin.BLIND_9)
 class NormOfTheMeanOfASum(EngineWrapper):
-    """Computes the norm of the mean over ranks although gradients are summed."""
+    """Under reduction by sum, divides the norm by the world size, as if the gradients were averaged."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)

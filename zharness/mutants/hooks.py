@@ -179,7 +179,7 @@ def close_leaves_hooks(model: nn.Module, config: EngineConfig) -> ReferenceEngin
     origin=Origin.BLIND_9,
 )
 class SkipsHooksOfTheModel(EngineWrapper):
-    """Runs the model without the forward hooks of the model itself, as a call of its ``forward`` does."""
+    """Runs the model without the forward hooks on the model itself, like a direct call of ``model.forward``."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with seams_engines.without_forward_hooks(self.module):

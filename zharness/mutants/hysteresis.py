@@ -1,4 +1,4 @@
-"""Mutants that lose the rules which DeepSpeed adds to a dynamic loss scale: hysteresis and a minimum."""
+"""Mutants that break rules which DeepSpeed adds to a dynamic loss scale: hysteresis and a minimum."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
 from zharness.mutants.wrapper import EngineWrapper, SpoiledLoad
 from zharness.parity import Part
 
-PATIENCE = "patience"  # the key, in the state of the loss scale, of the number of overflows that it still ignores
+PATIENCE = "patience"  # the key of the number of overflows that the loss scale still ignores, in its state
 
 
 def scaler_target(variant: str) -> Target:
@@ -27,13 +27,13 @@ class ScalerWrapper(EngineWrapper):
         scaler.load_state_dict(self.change_state(before, scaler.state_dict()))
 
     def change_state(self, before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-        """Return the state that replaces ``after``, that of the scale after the step."""
+        """Return the state that replaces ``after``, which is the state of the loss scale after the step."""
         raise NotImplementedError
 
 
 @mutant(FaultKind.LOSS_SCALE, scaler_target("hysteresis_resumed"), origin=Origin.BLIND_11)
 class LoadRestoresPatience(SpoiledLoad):
-    """After a load, the loss scale ignores as many overflows as at the construction."""
+    """Resets, in a load, the number of overflows that the loss scale still ignores to its value at construction."""
 
     def spoil(self) -> None:
         scaler = seams.loss_scaler(self.base)
@@ -43,7 +43,7 @@ class LoadRestoresPatience(SpoiledLoad):
 
 @mutant(FaultKind.LOSS_SCALE, scaler_target("consecutive_hysteresis"), origin=Origin.BLIND_11)
 class GoodStepsLeavePatience(ScalerWrapper):
-    """With ``consecutive_hysteresis``, a step without an overflow does not restore the number of ignored overflows."""
+    """With ``consecutive_hysteresis``, does not restore the number of ignored overflows in a step without overflow."""
 
     def change_state(self, before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
         return {**after, PATIENCE: min(before[PATIENCE], after[PATIENCE])}
@@ -51,7 +51,7 @@ class GoodStepsLeavePatience(ScalerWrapper):
 
 @mutant(FaultKind.LOSS_SCALE, scaler_target("minimum"), origin=Origin.BLIND_11)
 class HalvesBelowTheMinimum(ScalerWrapper):
-    """An overflow halves the loss scale, also to less than ``min_loss_scale``."""
+    """Halves the loss scale at an overflow even if the new scale is less than ``min_loss_scale``."""
 
     def change_state(self, before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
         return {**after, "scale": before["scale"] / 2} if after["scale"] < before["scale"] else after

@@ -1,4 +1,4 @@
-"""Define mutants whose ranks begin with other weights than rank 0's, though the engine promises these."""
+"""Define mutants whose ranks start with other weights than rank 0's, although the engine promises rank 0's weights."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from zharness.parity import Part
 
 
 def on_initial(parameter: str, variant: str = "", world_size: int = 2, mesh: str = "") -> Target:
-    """Return a target of the law of initial weights that differ between ranks."""
+    """Return a target of the law parameters.initial_weights."""
     law = "parameters.initial_weights"
     return Target(law, Part.GATHER, "odd_one", variant, parameter=parameter, world_size=world_size, mesh=mesh)
 
 
 def copy_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return copies of the weights by name."""
+    """Return a mapping from the names of the weights to copies of the weights."""
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
 @mutant(FaultKind.RANKS, on_initial("last.bias"), origin=Origin.SHARDS)
 class BroadcastsAllButTheLastWeight(DDPWrapper):
-    """Each rank keeps the last parameter of its own model."""
+    """Does not broadcast the last parameter, so that each rank keeps the last parameter of its own model."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         name, own = list(copy_weights(model).items())[-1]
@@ -37,7 +37,7 @@ class BroadcastsAllButTheLastWeight(DDPWrapper):
 
 @mutant(FaultKind.RANKS, on_initial("*.weight"), origin=Origin.SHARDS)
 class BeginsWithTheLastRanksWeights(DDPWrapper):
-    """All ranks begin with the weights of the last one."""
+    """Starts all ranks with the weights of the last rank instead of those of rank 0."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         for parameter in model.parameters():
@@ -47,7 +47,7 @@ class BeginsWithTheLastRanksWeights(DDPWrapper):
 
 @mutant(FaultKind.RANKS, on_initial("seen", "buffers"), origin=Origin.SHARDS)
 class LeavesInitialBuffersApart(DDPWrapper):
-    """The weights are broadcast, and each rank keeps its own buffers."""
+    """Broadcasts the weights but not the buffers, so that each rank keeps its own buffers."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         own = copy_buffers(model)
@@ -57,7 +57,7 @@ class LeavesInitialBuffersApart(DDPWrapper):
 
 @mutant(FaultKind.RANKS, on_initial("odd", world_size=4, mesh="rep2"), origin=Origin.MESH)
 class OneRankKeepsItsWeights(EngineWrapper):
-    """The last rank of the last copy begins with the weights of its own model."""
+    """Starts the last rank of the last copy with the weights of that rank's own model."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         own = copy_weights(model)

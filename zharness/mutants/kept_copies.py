@@ -1,4 +1,4 @@
-"""Mutants that keep a copy of weights or gradients for longer than it is right."""
+"""Mutants that keep a copy of weights or gradients for too long."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from zharness.parity import Part
     origin=Origin.BLIND_9,
 )
 class KeepsWeightsOfAnEvaluation(EngineWrapper):
-    """Keeps full weights that a forward in evaluation mode gathered until the next step, also over loads and writes."""
+    """Until the next step, reuses weights that a forward in evaluation mode gathered, even after loads or writes."""
 
     stages = (3,)
 
@@ -54,7 +54,7 @@ class KeepsWeightsOfAnEvaluation(EngineWrapper):
     origin=Origin.BLIND_9,
 )
 class WrittenGradHidesLaterOnes(ShardedWrapper):
-    """If the caller replaces a gradient inside an accumulation window, drops the gradients that come after it."""
+    """If the caller replaces a gradient inside an accumulation window, drops the gradients of all later backwards."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -80,7 +80,7 @@ class WrittenGradHidesLaterOnes(ShardedWrapper):
     origin=Origin.BLIND_11,
 )
 class KeepsPersistentWeights(EngineWrapper):
-    """At stage 3 with a persistence threshold above 0, keeps a gathered weight until the next step, over writes too."""
+    """At stage 3 with a persistence threshold above 0, caches gathered weights until a step, even over writes."""
 
     stages = (3,)
 

@@ -1,4 +1,4 @@
-"""Define mutants whose fault shows only in the product of two circumstances, such as a read and an idle weight."""
+"""Define mutants whose fault shows only if two circumstances meet, such as a read gradient and an idle weight."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from zharness.parity import Part
     origin=Origin.BLIND_10,
 )
 class LosesWhatWasReadAndIsIdle(CountsMicroBatches):
-    """A gradient that is read inside an engine's window is lost if no later micro-batch uses the weight."""
+    """Drops a gradient that is read inside an engine's window if no later micro-batch of the window uses the weight."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -52,7 +52,7 @@ class LosesWhatWasReadAndIsIdle(CountsMicroBatches):
     origin=Origin.BLIND_10,
 )
 class NormOfWeightsThatThisRankUsed(EngineWrapper):
-    """The norm leaves out the gradients of weights that this rank did not use, although other ranks used them."""
+    """Leaves the gradients of weights that this rank did not use out of the norm, even if other ranks used them."""
 
     used_norm: float | None = None
 
@@ -72,7 +72,7 @@ class NormOfWeightsThatThisRankUsed(EngineWrapper):
     origin=Origin.BLIND_10,
 )
 class MovesIdleWeightsOfLaterGroups(EngineWrapper):
-    """A step gives the idle weights of all parameter groups but the first a gradient of zero: momentum moves them."""
+    """Gives idle weights of all parameter groups but the first a gradient of zero, so that momentum moves them."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -95,7 +95,7 @@ class MovesIdleWeightsOfLaterGroups(EngineWrapper):
     origin=Origin.BLIND_10,
 )
 class ForwardsWithWeightsFromBeforeUnfreezing(EngineWrapper):
-    """Every forward uses the first values of weights that were frozen at construction, also once they are trained."""
+    """In forwards, uses the first values of weights that were frozen at construction, even once they are trained."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
@@ -118,7 +118,10 @@ class ForwardsWithWeightsFromBeforeUnfreezing(EngineWrapper):
     origin=Origin.BLIND_10,
 )
 class LosesWhatIsBeforeAGap(CountsMicroBatches):
-    """The gradient of a weight is lost if a micro-batch of an engine's window skips it, and a later one does not."""
+    """Drops the gradient that a weight had before a gap in an engine's window.
+
+    A gap is a micro-batch that does not use the weight, before a later micro-batch that uses it.
+    """
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -133,7 +136,7 @@ class LosesWhatIsBeforeAGap(CountsMicroBatches):
         self.base.step()
 
     def find_gaps(self, grads: dict[str, Tensor]) -> None:
-        """Find the gradients that did not change, and those that change after that; the step loses what they had."""
+        """Find gradients that stay equal and change later, and subtract their old values at the window's end."""
         for name, grad in grads.items():
             if name in self.previous and torch.equal(grad, self.previous[name]):
                 self.before_gap[name] = grad
@@ -153,7 +156,7 @@ class LosesWhatIsBeforeAGap(CountsMicroBatches):
     origin=Origin.BLIND_10,
 )
 class ZeroGradInsideNoSyncDropsNothing(EngineWrapper):
-    """``zero_grad`` inside ``no_sync`` keeps the gradients, as if the reducing backward still needed them."""
+    """Keeps the gradients in ``zero_grad`` inside ``no_sync``, as if the reducing backward still needed them."""
 
     deferring = 0
 
@@ -177,7 +180,7 @@ class ZeroGradInsideNoSyncDropsNothing(EngineWrapper):
     origin=Origin.BLIND_10,
 )
 class StepWithoutGradientsKeepsTheRate(EngineWrapper):
-    """A step in which no weight has a gradient does nothing, so that the schedule does not advance."""
+    """Does nothing in a step in which no weight has a gradient, so that the schedule does not advance."""
 
     def step(self) -> None:
         if self.base.full_grads():

@@ -28,12 +28,12 @@ def on_loop(
 
 
 class TrainerWrapper(EngineWrapper):
-    """The base class of mutants of a loop."""
+    """The base class of mutants that break a training loop."""
 
     wraps = "trainer_ddp"
 
     def train(self, samples: Samples, loss: Loss, counts_items: bool) -> Sequence[TrainedStep]:
-        """Run the training on the right engine; subclasses break it."""
+        """Run the training on the correct engine; subclasses override this method to break the training."""
         steps: Sequence[TrainedStep] = self.base.train(samples, loss, counts_items)
         return steps
 
@@ -45,7 +45,7 @@ class TrainerWrapper(EngineWrapper):
     imitates="https://github.com/huggingface/transformers/pull/34191",
 )
 class AveragesMicroBatchesOfItems(TrainerWrapper):
-    """Each micro-batch divides by its own number of items, and the step takes the mean of these quotients."""
+    """Divides each micro-batch's loss by that micro-batch's own number of items, and averages these quotients."""
 
     def train(self, samples: Samples, loss: Loss, counts_items: bool) -> Sequence[TrainedStep]:
         terms = self.config.accumulation_steps * dist.get_world_size()
@@ -63,7 +63,7 @@ class AveragesMicroBatchesOfItems(TrainerWrapper):
     imitates="https://github.com/huggingface/transformers/pull/34373",
 )
 class CountsItemsOfOneRank(TrainerWrapper):
-    """Each rank divides by the number of its own items."""
+    """Divides the loss of each rank by the number of that rank's own items."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, replace(config, options={**config.options, "average_tokens_across_devices": False}))
@@ -73,7 +73,7 @@ class CountsItemsOfOneRank(TrainerWrapper):
     FaultKind.CONTRIBUTION, on_loop("loop.training", "remainder", None, cause="made 1 steps of 2"), origin=Origin.MESH
 )
 class DropsTheRemainder(TrainerWrapper):
-    """The samples that do not fill a window are left out."""
+    """Leaves out the samples that do not fill a window."""
 
     def train(self, samples: Samples, loss: Loss, counts_items: bool) -> Sequence[TrainedStep]:
         window = self.config.accumulation_steps * self.config.micro_batch_size * dist.get_world_size()
@@ -82,7 +82,7 @@ class DropsTheRemainder(TrainerWrapper):
 
 @mutant(FaultKind.SCALE, on_loop("loop.training", "remainder"), origin=Origin.MESH)
 class DividesTheRemainderByTheWindow(TrainerWrapper):
-    """The gradient of a last window with fewer micro-batches is divided by the number of a full window."""
+    """Divides the gradient of an incomplete last window by the number of micro-batches of a full window."""
 
     def train(self, samples: Samples, loss: Loss, counts_items: bool) -> Sequence[TrainedStep]:
         *steps, last = super().train(samples, loss, counts_items)
@@ -91,7 +91,7 @@ class DividesTheRemainderByTheWindow(TrainerWrapper):
 
 @mutant(FaultKind.RANKS, on_loop("loop.training", "single", Part.FORWARD, "loss"), origin=Origin.MESH)
 class GivesAllRanksOneBatch(TrainerWrapper):
-    """Every rank trains the samples of the first one."""
+    """Trains every rank on the samples of the first rank."""
 
     def train(self, samples: Samples, loss: Loss, counts_items: bool) -> Sequence[TrainedStep]:
         size, ranks = self.config.micro_batch_size, dist.get_world_size()
@@ -101,7 +101,7 @@ class GivesAllRanksOneBatch(TrainerWrapper):
 
 @mutant(FaultKind.CLIPPING, on_loop("loop.clipping", "clipped", parameter="norm"), origin=Origin.MESH)
 class ReportsTheClippedNorm(TrainerWrapper):
-    """The norm of a step is that of the clipped gradients."""
+    """Reports the norm of the clipped gradients as the norm of a step."""
 
     def train(self, samples: Samples, loss: Loss, counts_items: bool) -> Sequence[TrainedStep]:
         steps = super().train(samples, loss, counts_items)
@@ -110,7 +110,7 @@ class ReportsTheClippedNorm(TrainerWrapper):
 
 @mutant(FaultKind.CLIPPING, on_loop("loop.clipping", "clipped", parameter="blocks*"), origin=Origin.MESH)
 class ClipsToTwiceTheLimit(TrainerWrapper):
-    """Gradients are clipped to twice the limit."""
+    """Clips gradients to twice the limit."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, replace(config, clip=None if config.clip is None else 2 * config.clip))
@@ -118,7 +118,7 @@ class ClipsToTwiceTheLimit(TrainerWrapper):
 
 @mutant(FaultKind.OPTIMIZER, on_loop("loop.training", "accumulated", Part.OPTIMIZER, "*.bias"), origin=Origin.MESH)
 class LosesTheLastStep(TrainerWrapper):
-    """The weights after the last step are those from before it."""
+    """Reports the weights from before the last step as the weights after the last step."""
 
     def train(self, samples: Samples, loss: Loss, counts_items: bool) -> Sequence[TrainedStep]:
         *steps, last = super().train(samples, loss, counts_items)
@@ -126,14 +126,14 @@ class LosesTheLastStep(TrainerWrapper):
 
 
 class AccelerateDeepSpeedWrapper(TrainerWrapper):
-    """The base class of mutants of accelerate over DeepSpeed."""
+    """The base class of mutants around accelerate with DeepSpeed."""
 
     wraps = "accelerate_deepspeed"
     stages = (1,)
 
 
 class TrainerDeepSpeedWrapper(TrainerWrapper):
-    """The base class of mutants of transformers.Trainer over DeepSpeed."""
+    """The base class of mutants around transformers.Trainer with DeepSpeed."""
 
     wraps = "trainer_deepspeed"
     stages = (1,)
@@ -145,7 +145,7 @@ class TrainerDeepSpeedWrapper(TrainerWrapper):
     origin=Origin.MESH,
 )
 class StepsAtEachMicroBatchOfAccelerate(AccelerateDeepSpeedWrapper):
-    """DeepSpeed is configured with windows of one micro-batch, and so makes a step at each."""
+    """Configures DeepSpeed with windows of one micro-batch, so that DeepSpeed makes a step at each micro-batch."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, replace(config, accumulation_steps=1))
@@ -153,7 +153,7 @@ class StepsAtEachMicroBatchOfAccelerate(AccelerateDeepSpeedWrapper):
 
 @mutant(FaultKind.STALE, on_loop("loop.training", "accumulated", Part.LOCAL_GRADIENT), origin=Origin.MESH)
 class RecordsTheFirstGradientsOfAccelerate(AccelerateDeepSpeedWrapper):
-    """The gradients that are recorded of every step are those of the first."""
+    """Records the gradients of the first step for every step."""
 
     def train(self, samples: Samples, loss: Loss, counts_items: bool) -> Sequence[TrainedStep]:
         steps = super().train(samples, loss, counts_items)
@@ -162,7 +162,7 @@ class RecordsTheFirstGradientsOfAccelerate(AccelerateDeepSpeedWrapper):
 
 @mutant(FaultKind.STALE, on_loop("loop.training", "accumulated", Part.OPTIMIZER), origin=Origin.MESH)
 class ReadsWeightsBeforeTheStepOfDeepSpeed(TrainerDeepSpeedWrapper):
-    """The weights that are recorded of a step are those before it."""
+    """Records the weights from before a step as the weights after the step."""
 
     def train(self, samples: Samples, loss: Loss, counts_items: bool) -> Sequence[TrainedStep]:
         before = self.base.full_params()

@@ -44,7 +44,7 @@ class LosesBf16ByALossScale(EngineWrapper):
     origin=Origin.BLIND_11,
 )
 class GrowthCountsMicroBatches(CountsMicroBatches):
-    """The first micro-batch of an engine's window counts as a step after which the loss scale may grow."""
+    """Counts the first micro-batch of an engine's window as a step after which the loss scale may grow."""
 
     def step(self) -> None:
         if self.window > 1 and self.micro == 0:
@@ -82,7 +82,7 @@ class ReportsTheScaledNorm(EngineWrapper):
     origin=Origin.PRECISION,
 )
 class UnscalesTheNormByTheNextScale(EngineWrapper):
-    """Divides the norm of the scaled gradients by the loss scale that holds after the step."""
+    """Divides the norm of the scaled gradients by the loss scale after the step, not by the scale before the step."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -281,7 +281,7 @@ def overflow_in_own_shard(model: nn.Module, config: EngineConfig) -> ReferenceEn
 def growth_window_survives_an_overflow(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
     """Does not reset the count of steps without overflow at an overflow, so the loss scale grows too early.
 
-    The dynamic loss scale should grow after a window of steps without overflow, as GradScaler's does. Only fp16 with a
+    The dynamic loss scale should grow after a window of steps without overflow, as in GradScaler. Only fp16 with a
     dynamic loss scale shows the fault.
     """
     engine = seams.build(model, config)
@@ -304,7 +304,7 @@ def growth_window_survives_an_overflow(model: nn.Module, config: EngineConfig) -
     origin=Origin.BLIND_9,
 )
 class OverflowSeenOnRankZero(EngineWrapper):
-    """Skips a step only if the shards of rank 0 overflow; an overflow of another rank's shard alone is applied."""
+    """Skips a step only if the shards of rank 0 overflow, and makes the step if only another rank's shards overflow."""
 
     stages = (2,)
 
@@ -330,7 +330,7 @@ class OverflowSeenOnRankZero(EngineWrapper):
     origin=Origin.BLIND_9,
 )
 class UnscalesInHalf(EngineWrapper):
-    """Rounds unscaled gradients to fp16, in which small gradients are lost."""
+    """Rounds unscaled gradients to fp16, so that small gradients are lost."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -356,7 +356,7 @@ class UnscalesInHalf(EngineWrapper):
     origin=Origin.BLIND_10,
 )
 class ScalesWrittenGradsOfIdleWeights(EngineWrapper):
-    """``write_grad`` multiplies by the loss scale once more if the step did not use the weight."""
+    """Multiplies a gradient in ``write_grad`` by the loss scale once more if the step did not use the weight."""
 
     def write_grad(self, name: str, value: Tensor) -> None:
         is_idle = name not in self.base.full_grads()
@@ -369,7 +369,7 @@ class ScalesWrittenGradsOfIdleWeights(EngineWrapper):
     origin=Origin.BLIND_10,
 )
 class GrowthKeepsHysteresis(EngineWrapper):
-    """The count of overflows that the loss scale ignores does not restart when the scale grows."""
+    """Does not reset the count of overflows that the loss scale ignores when the scale grows."""
 
     def step(self) -> None:
         scaler = seams.loss_scaler(self.base)

@@ -265,7 +265,7 @@ def masters_rounded_on_load(model: nn.Module, config: EngineConfig) -> Reference
     origin=Origin.BLIND_9,
 )
 class AnEditRoundsWhatItLeaves(ShardedWrapper):
-    """Rounds through bf16 the master weights that were gathered for an edit and that nobody edited."""
+    """Rounds to bf16 the master weights that were gathered for an edit but that nobody edited."""
 
     @contextmanager
     def gathered(self, names: Sequence[str]) -> Iterator[dict[str, Tensor]]:
@@ -285,7 +285,7 @@ class AnEditRoundsWhatItLeaves(ShardedWrapper):
     origin=Origin.BLIND_12,
 )
 class ReturnsMastersOfFrozenWeights(EngineWrapper):
-    """Returns the fp32 master of a weight that was frozen after a step, in place of the weight itself."""
+    """Returns the fp32 master of a weight that was frozen after a step, instead of the weight itself."""
 
     def full_params(self) -> dict[str, Tensor]:
         weights: dict[str, Tensor] = self.base.full_params()

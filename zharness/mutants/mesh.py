@@ -1,6 +1,7 @@
 """Define mutants that break one axis of a mesh: a collective of tp, a reduction over the data, a replica, a norm.
 
-They are FSDP2 on a mesh of tensor parallelism, or of replicas of the data, and are right where there is one axis.
+The mutants wrap FSDP2 on a mesh with tensor parallelism or with copies of the weights. Most of them are right on the
+default mesh, which has one axis.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def on_mesh(
 
 
 class MeshWrapper(FSDP2Wrapper):
-    """The base class of mutants of a mesh, at the stage that keeps weights gathered from forward to backward."""
+    """The base class of mutants around FSDP2 on a mesh, at stage 2, which keeps weights unsharded until backward."""
 
     stages: ClassVar[tuple[int, ...]] = (2,)
 
@@ -104,7 +105,7 @@ def sum_of_squares(params: Iterator[Any]) -> Tensor:
 
 @mutant(FaultKind.CONTRIBUTION, on_mesh(part=Part.FORWARD), origin=Origin.MESH)
 class AddsTheBiasOnEveryTensorRank(MeshWrapper):
-    """Each rank of tp adds the bias of a row-wise layer before the outputs are summed."""
+    """Adds the bias of a row-wise layer on each rank of tp before the outputs are summed."""
 
     def spoil_modules(self) -> None:
         if self.tensor_size > 1:
@@ -116,7 +117,7 @@ class AddsTheBiasOnEveryTensorRank(MeshWrapper):
 
 @mutant(FaultKind.CONTRIBUTION, on_mesh(part=Part.FORWARD, model="heads"), origin=Origin.MESH)
 class SumsPartialOutputsTwice(MeshWrapper):
-    """The outputs of a row-wise layer are all-reduced over tp twice."""
+    """All-reduces the outputs of a row-wise layer over tp twice."""
 
     def spoil_modules(self) -> None:
         self.hook_output("last" if hasattr(self.module, "last") else "out")
@@ -127,7 +128,7 @@ class SumsPartialOutputsTwice(MeshWrapper):
 
 @mutant(FaultKind.CONTRIBUTION, on_mesh(part=Part.FORWARD), origin=Origin.MESH)
 class LeavesOutTheSumOfPartialOutputs(MeshWrapper):
-    """The outputs of a row-wise layer are not all-reduced over tp."""
+    """Does not all-reduce the outputs of a row-wise layer over tp."""
 
     def spoil_modules(self) -> None:
         if self.tensor_size > 1:
@@ -139,7 +140,7 @@ class LeavesOutTheSumOfPartialOutputs(MeshWrapper):
 
 @mutant(FaultKind.REDUCE_DTYPE, on_mesh("mesh.mean_gradient", model="mlp"), origin=Origin.MESH)
 class RoundsSumsOfPartialOutputs(MeshWrapper):
-    """The outputs of a row-wise layer are rounded to bf16 after they are summed over tp."""
+    """Rounds the outputs of a row-wise layer to bf16 after they are summed over tp."""
 
     def spoil_modules(self) -> None:
         if self.tensor_size > 1:
@@ -151,7 +152,7 @@ class RoundsSumsOfPartialOutputs(MeshWrapper):
 
 @mutant(FaultKind.SHARDS, on_mesh(part=Part.FORWARD), origin=Origin.MESH)
 class GathersOutputsInReversedOrder(MeshWrapper):
-    """The parts of a column-wise layer's output are gathered from the last rank of tp to the first."""
+    """Gathers the parts of a column-wise layer's output from the last rank of tp to the first."""
 
     def spoil_modules(self) -> None:
         self.hook_output("first" if hasattr(self.module, "first") else "head")
@@ -162,7 +163,7 @@ class GathersOutputsInReversedOrder(MeshWrapper):
 
 @mutant(FaultKind.RANKS, on_mesh(part=Part.FORWARD, model="heads"), origin=Origin.MESH)
 class TensorRanksReadOtherSamples(MeshWrapper):
-    """The second rank of a tp group reads the samples in another order than the first."""
+    """On the second rank of a tp group, reads the samples in another order than the first rank does."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.tensor_size == 1:
@@ -172,7 +173,7 @@ class TensorRanksReadOtherSamples(MeshWrapper):
 
 @mutant(FaultKind.RANKS, on_mesh(part=Part.FORWARD), origin=Origin.MESH)
 class OrdersRanksByDataFirst(MeshWrapper):
-    """A rank reads the micro-batch of the rank at its mirrored place, as if tp were the outer axis."""
+    """Gives each rank the micro-batch that the rank would have if tp were the outer axis of the mesh."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.tensor_size == 1:
@@ -185,7 +186,7 @@ class OrdersRanksByDataFirst(MeshWrapper):
 
 @mutant(FaultKind.SCALE, on_mesh(), on_mesh("mesh.mean_gradient", model="mlp"), origin=Origin.MESH)
 class MultipliesTheLossByTheTensorSize(MeshWrapper):
-    """Backward runs on the loss times the number of ranks of tp."""
+    """Runs backward on the loss times the number of ranks of tp."""
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         self.base.backward(self.tensor_size * loss, retain_graph=retain_graph)
@@ -193,7 +194,7 @@ class MultipliesTheLossByTheTensorSize(MeshWrapper):
 
 @mutant(FaultKind.SCALE, on_mesh(model="sequence"), origin=Origin.MESH)
 class DividesByTheWholeWorld(MeshWrapper):
-    """The gradients are divided by the number of ranks, and not by the number of micro-batches."""
+    """Divides the gradients by the number of ranks instead of the number of micro-batches."""
 
     def spoil_gradients(self) -> None:
         for _, param in self.params():
@@ -202,7 +203,7 @@ class DividesByTheWholeWorld(MeshWrapper):
 
 @mutant(FaultKind.CONTRIBUTION, on_mesh(model="heads"), origin=Origin.MESH)
 class SumsReplicatedGradientsOverTensorRanks(MeshWrapper):
-    """The gradients of parameters that tp does not split, which are whole on each rank of tp, are summed over tp."""
+    """Sums over tp the gradients of parameters that tp does not split, although each rank of tp has them whole."""
 
     def spoil_gradients(self) -> None:
         for param in self.replicated_params():
@@ -211,7 +212,7 @@ class SumsReplicatedGradientsOverTensorRanks(MeshWrapper):
 
 @mutant(FaultKind.CONTRIBUTION, on_mesh(model="heads"), origin=Origin.MESH)
 class AveragesSplitGradientsOverTensorRanks(MeshWrapper):
-    """The gradients of weights that tp splits are averaged over all ranks, and not over the data alone."""
+    """Averages over all ranks, instead of over the data alone, the gradients of weights that tp splits."""
 
     def spoil_gradients(self) -> None:
         for param in self.split_params():
@@ -220,7 +221,7 @@ class AveragesSplitGradientsOverTensorRanks(MeshWrapper):
 
 @mutant(FaultKind.RANKS, on_mesh("mesh.replicas"), origin=Origin.MESH)
 class LosesReplicatedGradientsOnOneTensorRank(MeshWrapper):
-    """The second rank of tp has zeros for the gradients of parameters that tp does not split."""
+    """On the second rank of tp, zeroes the gradients of parameters that tp does not split."""
 
     def spoil_gradients(self) -> None:
         for param in self.replicated_params() if self.coordinates[TENSOR] else ():
@@ -233,7 +234,7 @@ class LosesReplicatedGradientsOnOneTensorRank(MeshWrapper):
     origin=Origin.MESH,
 )
 class LosesTheGradientOfOneSequencePart(MeshWrapper):
-    """A layer under sequence parallelism gets no gradient from the second part of the sequence."""
+    """Drops the gradient that a layer under sequence parallelism gets from the second part of the sequence."""
 
     def spoil_modules(self) -> None:
         if self.coordinates[TENSOR] and hasattr(self.module, "before_attention"):
@@ -246,7 +247,7 @@ class LosesTheGradientOfOneSequencePart(MeshWrapper):
 
 @mutant(FaultKind.CONTRIBUTION, on_mesh("mesh.one_hot"), on_mesh("mesh.mean_gradient", model="mlp"), origin=Origin.MESH)
 class TakesTheFirstDataCoordinateAlone(MeshWrapper):
-    """The loss of the first data coordinate stands for those of all."""
+    """Uses only the loss of the first data coordinate, multiplied by the number of data coordinates."""
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         size = dist.get_world_size() // self.tensor_size
@@ -256,7 +257,7 @@ class TakesTheFirstDataCoordinateAlone(MeshWrapper):
 
 @mutant(FaultKind.CONTRIBUTION, on_mesh("mesh.one_hot"), origin=Origin.MESH)
 class KeepsSplitGradientsOfTheStepBefore(MeshWrapper):
-    """``zero_grad`` keeps the gradients of weights that tp splits."""
+    """In ``zero_grad``, keeps the gradients of weights that tp splits."""
 
     def zero_grad(self) -> None:
         kept = [(param, param.grad) for param in self.split_params()]
@@ -267,7 +268,7 @@ class KeepsSplitGradientsOfTheStepBefore(MeshWrapper):
 
 @mutant(FaultKind.CLIPPING, on_mesh("mesh.norm", parameter="norm", cause=COUNTS_EACH_RANK), origin=Origin.MESH)
 class NormCountsReplicas(MeshWrapper):
-    """The norm adds the squares of all ranks, so that it counts what tp replicates once for each rank of tp."""
+    """Adds the squares of all ranks in the norm, so that weights that tp replicates count once for each rank of tp."""
 
     def step(self) -> None:
         total = sum_of_squares(param for _, param in self.params())
@@ -278,7 +279,7 @@ class NormCountsReplicas(MeshWrapper):
 
 @mutant(FaultKind.CLIPPING, on_mesh("mesh.norm", parameter="norm", cause=OF_ONE_COORDINATE), origin=Origin.MESH)
 class NormOfOneTensorRank(MeshWrapper):
-    """The norm adds squares over the data and not over tp, so that each rank of tp has its own."""
+    """Adds the squares in the norm over the data but not over tp, so that each rank of tp has a norm of its own."""
 
     def step(self) -> None:
         split = list(self.split_params())
@@ -290,7 +291,7 @@ class NormOfOneTensorRank(MeshWrapper):
 
 @mutant(FaultKind.CLIPPING, on_mesh("mesh.norm", part=Part.OPTIMIZER), origin=Origin.MESH)
 class ClipsSplitWeightsAlone(MeshWrapper):
-    """Clipping scales the gradients of weights that tp splits, and no others."""
+    """Clips only the gradients of weights that tp splits, and no other gradients."""
 
     def step(self) -> None:
         replicated = [(param, local_grad(param).clone()) for param in self.replicated_params()]
@@ -302,7 +303,7 @@ class ClipsSplitWeightsAlone(MeshWrapper):
 
 @mutant(FaultKind.CLIPPING, on_mesh("mesh.clip", part=Part.OPTIMIZER, cause=OF_ONE_COORDINATE), origin=Origin.MESH)
 class ClipsEachTensorRankByItsOwnNorm(MeshWrapper):
-    """Each rank of tp clips by the norm of what it has, and no norm is reported."""
+    """Clips on each rank of tp by the norm of that rank's own gradients, and reports no norm."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         self.limit = config.clip
@@ -323,7 +324,7 @@ class ClipsEachTensorRankByItsOwnNorm(MeshWrapper):
 
 @mutant(FaultKind.OPTIMIZER, on_mesh(part=Part.OPTIMIZER), origin=Origin.MESH)
 class StepsSplitWeightsTwice(MeshWrapper):
-    """A step updates the weights that tp splits once for the data and once for tp."""
+    """Updates the weights that tp splits twice in a step, once for the data and once for tp."""
 
     def step(self) -> None:
         self.base.step()
@@ -334,7 +335,7 @@ class StepsSplitWeightsTwice(MeshWrapper):
 
 @mutant(FaultKind.RANKS, on_mesh("mesh.replicas", part=Part.OPTIMIZER), origin=Origin.MESH)
 class StepsOneReplicaOfTensorRanks(MeshWrapper):
-    """The second rank of tp does not update the weights that tp replicates."""
+    """On the second rank of tp, does not update the weights that tp replicates."""
 
     def step(self) -> None:
         kept = [(param, param.to_local().clone()) for param in self.replicated_params()]
@@ -346,7 +347,7 @@ class StepsOneReplicaOfTensorRanks(MeshWrapper):
 
 @mutant(FaultKind.SHARDS, on_mesh("mesh.replicas", part=Part.GATHER), origin=Origin.MESH)
 class LayoutReversesTheRanks(MeshWrapper):
-    """``layout()`` numbers the ranks from the last to the first."""
+    """Numbers the ranks from the last to the first in ``layout()``."""
 
     def layout(self) -> Mapping[str, tuple[Piece, ...]]:
         last, original = dist.get_world_size() - 1, self.base.layout()
@@ -358,7 +359,7 @@ class LayoutReversesTheRanks(MeshWrapper):
 
 @mutant(FaultKind.SHARDS, on_mesh(part=Part.OPTIMIZER, parameter="last.weight*"), origin=Origin.MESH)
 class GathersStateInReversedOrder(MeshWrapper):
-    """The parts of the optimizer state of a row-wise layer are gathered from the last rank of tp to the first."""
+    """Gathers the parts of a row-wise layer's optimizer state from the last rank of tp to the first."""
 
     def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         state: dict[str, dict[str, Tensor]] = self.base.full_optimizer_state()
@@ -369,7 +370,7 @@ class GathersStateInReversedOrder(MeshWrapper):
 
 @mutant(FaultKind.SCALE, on_mesh(mesh=REP2), origin=Origin.MESH)
 class SumsGradientsOverReplicas(MeshWrapper):
-    """The gradients are averaged over the ranks that share a copy of the weights, and summed over the copies."""
+    """Averages the gradients over the ranks that share a copy of the weights, but sums them over the copies."""
 
     def spoil_gradients(self) -> None:
         for _, param in self.params():
@@ -378,7 +379,7 @@ class SumsGradientsOverReplicas(MeshWrapper):
 
 @mutant(FaultKind.RANKS, on_mesh("mesh.replicas", mesh=REP2), origin=Origin.MESH)
 class LosesGradientsOfOneCopy(MeshWrapper):
-    """The second copy of the weights has zeros for its gradients."""
+    """Zeroes the gradients of the second copy of the weights."""
 
     def spoil_gradients(self) -> None:
         for _, param in self.params() if self.coordinates[REPLICATE] else ():
@@ -387,7 +388,7 @@ class LosesGradientsOfOneCopy(MeshWrapper):
 
 @mutant(FaultKind.RANKS, on_mesh("mesh.replicas", part=Part.OPTIMIZER, mesh=REP2), origin=Origin.MESH)
 class StepsOneCopyTwice(MeshWrapper):
-    """The second copy of the weights makes each step twice."""
+    """Makes each step twice on the second copy of the weights."""
 
     def step(self) -> None:
         self.base.step()

@@ -21,7 +21,7 @@ from zharness.parity import Part
     origin=Origin.MESH,
 )
 class BuffersStandStillOnTheSecondTensorRank(MeshWrapper):
-    """A forward on the second rank of tp runs on copies of the buffers, so that they keep their first values."""
+    """On the second rank of tp, restores the buffers after each forward, so that they keep their first values."""
 
     def __call__(self, *inputs: Any, **named_inputs: Any) -> Any:
         before = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
@@ -37,7 +37,7 @@ class BuffersStandStillOnTheSecondTensorRank(MeshWrapper):
     FaultKind.RANKS, on_mesh("mesh.buffers", Part.FORWARD, "heads", parameter="seen_sum", mesh=REP2), origin=Origin.MESH
 )
 class BuffersAreAveragedOverCopies(MeshWrapper):
-    """After each forward, floating-point buffers are averaged over all ranks, as no plain forward does."""
+    """Averages floating-point buffers over all ranks after each forward, which plain PyTorch never does."""
 
     def __call__(self, *inputs: Any, **named_inputs: Any) -> Any:
         output = super().__call__(*inputs, **named_inputs)

@@ -1,4 +1,4 @@
-"""Define mutants of a mesh that are wrong under a condition: frozen weights, after a load, in an evaluation."""
+"""Define mutants of a mesh that are wrong under a condition: frozen weights, after a load, or in an evaluation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zharness.workload.exact_heads import Dropout
 
 
 class ScaleGradient(torch.autograd.Function):
-    """The identity, whose input gets the gradient times a factor."""
+    """The identity, whose backward multiplies the gradient by a factor."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, factor: float) -> Tensor:
@@ -48,7 +48,7 @@ def scale_input_gradient_if_frozen(factor: float) -> Any:
 
 @mutant(FaultKind.CONTRIBUTION, on_mesh("mesh.frozen", Part.REDUCTION, "heads"), origin=Origin.MESH)
 class FrozenColumnsSumNoInputGradient(MeshWrapper):
-    """A column-wise layer with a frozen weight gives its input half of the gradient."""
+    """Halves the gradient that a column-wise layer with a frozen weight gives its input."""
 
     def spoil_modules(self) -> None:
         for name, word in self.config.tp_plan.items():
@@ -63,7 +63,7 @@ class FrozenColumnsSumNoInputGradient(MeshWrapper):
     origin=Origin.MESH,
 )
 class FrozenLayersLoseTheGradientOfTheSecondPart(UlyssesWrapper):
-    """A linear layer with a frozen weight gives its input no gradient on the second part of a sequence."""
+    """On the second part of a sequence, gives the input of a linear layer with a frozen weight no gradient."""
 
     def spoil(self) -> None:
         for module in self.module.modules() if self.place else ():
@@ -73,20 +73,20 @@ class FrozenLayersLoseTheGradientOfTheSecondPart(UlyssesWrapper):
 
 @mutant(FaultKind.CONTRIBUTION, on_experts(law="mesh.frozen"), origin=Origin.MESH)
 class TokensGetNoGradientFromFrozenExperts(ExpertsWrapper):
-    """Experts whose weights are frozen give their tokens no gradient."""
+    """Gives the tokens of experts with frozen weights no gradient."""
 
     def spoil(self, layer: Any) -> None:
         layer.experts.register_forward_pre_hook(scale_input_gradient_if_frozen(0.0))
 
 
 def round_without_gradients(_module: Any, _inputs: Any, output: Tensor) -> Tensor:
-    """Return the output in bf16 if no gradient is recorded; this is a forward hook."""
+    """Return the output rounded to bf16 if no gradient is recorded; this is a forward hook."""
     return output if torch.is_grad_enabled() else output.bfloat16().to(output.dtype)
 
 
 @mutant(FaultKind.REDUCE_DTYPE, on_mesh("mesh.evaluation", Part.FORWARD, "stepped_heads"), origin=Origin.MESH)
 class SumsRowsInBf16InEvaluation(MeshWrapper):
-    """In a forward without gradients the sums of row-wise layers are those of bf16."""
+    """In a forward without gradients, rounds the sums of row-wise layers to bf16."""
 
     def spoil_modules(self) -> None:
         for name, word in self.config.tp_plan.items():
@@ -96,7 +96,7 @@ class SumsRowsInBf16InEvaluation(MeshWrapper):
 
 @mutant(FaultKind.REDUCE_DTYPE, on_experts(Part.FORWARD, "mesh.evaluation", "output"), origin=Origin.MESH)
 class ReturnsTokensInBf16InEvaluation(ExpertsWrapper):
-    """In a forward without gradients experts return their tokens in bf16."""
+    """In a forward without gradients, rounds to bf16 the tokens that experts return."""
 
     def spoil(self, layer: Any) -> None:
         layer.experts.register_forward_hook(round_without_gradients)
@@ -108,7 +108,7 @@ class ReturnsTokensInBf16InEvaluation(ExpertsWrapper):
     origin=Origin.MESH,
 )
 class AttendsToTheLengthOfTheFirstForward(UlyssesWrapper):
-    """Attention sees no token behind as many as the first sequence had."""
+    """Zeroes the keys of attention beyond the length of the sequence of the first forward."""
 
     length: int | None = None
 
@@ -117,7 +117,7 @@ class AttendsToTheLengthOfTheFirstForward(UlyssesWrapper):
             attention.register_forward_pre_hook(self.shorten)
 
     def shorten(self, _module: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return query, key and value with keys of zero behind the first length."""
+        """Return query, key and value with zeros for the keys beyond the first length."""
         query, key, value = inputs
         self.length = self.length or key.shape[1]
         key = key.clone()
@@ -131,13 +131,13 @@ class AttendsToTheLengthOfTheFirstForward(UlyssesWrapper):
     origin=Origin.MESH,
 )
 class TakesTheFirstPartOfKeywords(UlyssesWrapper):
-    """Each rank takes the first part of a sequence that is passed by keyword."""
+    """Gives each rank the first part of a sequence that is passed by keyword."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.base(*args, **{name: self.repeat_first(value) for name, value in kwargs.items()})
 
     def repeat_first(self, whole: Tensor) -> Tensor:
-        """Return a sequence that consists of its first part."""
+        """Return a sequence in which the first part of ``whole`` replaces every part."""
         return torch.cat([whole.chunk(self.size, dim=1)[0]] * self.size, dim=1) if self.size > 1 else whole
 
 
@@ -157,7 +157,7 @@ class KnowsLoads(MeshWrapper):
     origin=Origin.MESH,
 )
 class SequenceLayersKeepOnePartAfterALoad(KnowsLoads):
-    """After a load, layers on parts of a sequence have the gradient of the first part alone."""
+    """After a load, uses only the first part's gradient in layers that work on parts of a sequence."""
 
     def spoil_modules(self) -> None:
         for name, word in self.config.tp_plan.items():
@@ -176,7 +176,7 @@ class SequenceLayersKeepOnePartAfterALoad(KnowsLoads):
     origin=Origin.MESH,
 )
 class HalvesSplitGradientsAfterALoadAndNoSync(KnowsLoads):
-    """After a load, a reduction that ends no_sync blocks halves the gradients of split weights."""
+    """After a load, halves the gradients of weights that tp splits if the step has no_sync blocks."""
 
     blocks: int = 0
 
@@ -197,7 +197,7 @@ class HalvesSplitGradientsAfterALoadAndNoSync(KnowsLoads):
         self.base.step()
 
     def halve(self) -> None:
-        """Halve the gradients once."""
+        """Halve the gradients of split weights once for the no_sync blocks of a step."""
         if self.blocks:
             self.blocks = 0
             for param in self.split_params():
@@ -211,7 +211,7 @@ class HalvesSplitGradientsAfterALoadAndNoSync(KnowsLoads):
     origin=Origin.MESH,
 )
 class ScalesSmallGradientsUp(MeshWrapper):
-    """A step multiplies gradients by the limit over their norm, also if the norm is below the limit."""
+    """Multiplies gradients by the clipping limit over their norm, even if the norm is below the limit."""
 
     def step(self) -> None:
         norm = self.norm()
@@ -229,7 +229,7 @@ class ScalesSmallGradientsUp(MeshWrapper):
 
 @mutant(FaultKind.REDUCE_DTYPE, on_wire("gradients along tp"), origin=Origin.MESH)
 class ReducesOverTensorRanksInBf16FromTheSecondStepOn(ReducesOverTensorRanksInBf16):
-    """From the second step on, gradients of layers on a part of the sequence are reduced over tp again, in bfloat16."""
+    """From the second step on, reduces gradients of layers on a part of the sequence over tp again, in bfloat16."""
 
     steps_made: int = 0
 
@@ -246,7 +246,7 @@ class ReducesOverTensorRanksInBf16FromTheSecondStepOn(ReducesOverTensorRanksInBf
     FaultKind.RANKS, on_dropout("dropped_sequence", parameter="masks of drop_*", variant="masks"), origin=Origin.MESH
 )
 class DrawsOneMaskForAllPartsAfterALoad(DrawsForEachPart):
-    """After a load, all ranks of tp drop the same elements of their parts of the sequence."""
+    """After a load, drops the same elements in the sequence parts of all ranks of tp."""
 
     def load(self, path: Path) -> None:
         self.base.load(path)
@@ -261,7 +261,7 @@ class DrawsOneMaskForAllPartsAfterALoad(DrawsForEachPart):
     origin=Origin.MESH,
 )
 class RowsDoNotDecay(MeshWrapper):
-    """Weight decay leaves out the weights of row-wise layers."""
+    """Leaves the weights of row-wise layers out of weight decay."""
 
     @torch.no_grad()
     def step(self) -> None:

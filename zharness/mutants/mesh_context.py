@@ -1,4 +1,4 @@
-"""Define mutants that break the axis cp of sequences. They are DeepSpeed's Ulysses, and need DeepSpeed."""
+"""Define mutants that break the sequence axis cp. The mutants wrap DeepSpeed's Ulysses, and need DeepSpeed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def on_context(
     model: str = "context",
     cause: str = "",
 ) -> Target:
-    """Return a target on ranks of which two neighbours split a sequence."""
+    """Return a target on ranks of which every two neighbours split a sequence."""
     return Target(law, part, model, parameter=parameter, cause=cause, world_size=world_size, mesh="cp2")
 
 
@@ -36,7 +36,7 @@ ON_PART = on_context(Part.LOCAL_GRADIENT, "mesh.token_loss", model="context_toke
 
 
 class UlyssesWrapper(EngineWrapper):
-    """The base class of mutants of sequence parallelism, which are right where no axis splits sequences."""
+    """The base class of mutants of sequence parallelism, which are right if no axis splits sequences."""
 
     wraps = "deepspeed"
     stages: ClassVar[tuple[int, ...]] = (0, 1, 2)
@@ -52,7 +52,7 @@ class UlyssesWrapper(EngineWrapper):
         """Register hooks on modules; subclasses that break the forward of a part override this method."""
 
     def reversed_parts(self, whole: Tensor) -> Tensor:
-        """Return the parts of a sequence from that of the last rank to that of the first."""
+        """Return the parts of a sequence in reversed order, from the last rank's part to the first rank's part."""
         return torch.cat(whole.chunk(self.size, dim=1)[::-1], dim=1)
 
 
@@ -64,7 +64,7 @@ class UlyssesWrapper(EngineWrapper):
     origin=Origin.MESH,
 )
 class DividesByTheRanksOfASequence(UlyssesWrapper):
-    """The gradients are divided by the number of ranks, as if each had a micro-batch of its own."""
+    """Divides the gradients by the number of ranks, as if each rank had a micro-batch of its own."""
 
     def spoil(self) -> None:
         seams_engines.count_sequence_ranks_as_data(self.base)
@@ -79,7 +79,7 @@ class DividesByTheRanksOfASequence(UlyssesWrapper):
     imitates=LOSS_TIMES_SIZE,
 )
 class MultipliesTheLossByTheRanksOfASequence(UlyssesWrapper):
-    """Backward runs on the loss times the number of ranks that split a sequence."""
+    """Runs backward on the loss times the number of ranks that split a sequence."""
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         self.base.backward(self.size * loss, retain_graph=retain_graph)
@@ -87,7 +87,7 @@ class MultipliesTheLossByTheRanksOfASequence(UlyssesWrapper):
 
 @mutant(FaultKind.CONTRIBUTION, on_context(), on_context(world_size=4), origin=Origin.MESH)
 class ReducesOverTheDataAlone(UlyssesWrapper):
-    """The gradients are summed over the ranks with one part of the sequence, as by DeepSpeed with ``mesh_param``."""
+    """Sums the gradients over the ranks that have the same part of the sequence, like DeepSpeed with ``mesh_param``."""
 
     stages = (0,)
 
@@ -108,7 +108,7 @@ class ReducesOverTheDataAlone(UlyssesWrapper):
     origin=Origin.MESH,
 )
 class LosesTheGradientOfTheLastPart(UlyssesWrapper):
-    """The loss of the last part of a sequence has no gradient."""
+    """Gives the loss of the last part of a sequence no gradient."""
 
     def spoil(self) -> None:
         if self.place == self.size - 1:
@@ -117,7 +117,7 @@ class LosesTheGradientOfTheLastPart(UlyssesWrapper):
 
 @mutant(FaultKind.CONTRIBUTION, on_context(Part.FORWARD), origin=Origin.MESH)
 class DropsTheLastPartOfTheKeys(UlyssesWrapper):
-    """Attention sees no key of the last part of a sequence."""
+    """Zeroes the keys of attention in the last part of a sequence."""
 
     def spoil(self) -> None:
         if self.place == self.size - 1:
@@ -126,7 +126,7 @@ class DropsTheLastPartOfTheKeys(UlyssesWrapper):
 
 @mutant(FaultKind.SHARDS, on_context(Part.FORWARD), origin=Origin.MESH)
 class SplitsSequencesInReversedOrder(UlyssesWrapper):
-    """The last rank has the first part of a sequence, and outputs are joined in that order too."""
+    """Gives the last rank the first part of a sequence, and joins the outputs in the same reversed order."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.size == 1:
@@ -141,7 +141,7 @@ class SplitsSequencesInReversedOrder(UlyssesWrapper):
     origin=Origin.MESH,
 )
 class JoinsOutputsInReversedOrder(UlyssesWrapper):
-    """The parts of the output are joined from that of the last rank to that of the first."""
+    """Joins the parts of the output in reversed order, from the last rank's part to the first rank's part."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         output = self.base(*args, **kwargs)
@@ -150,7 +150,7 @@ class JoinsOutputsInReversedOrder(UlyssesWrapper):
 
 @mutant(FaultKind.CONTRIBUTION, on_context(Part.FORWARD), origin=Origin.MESH)
 class AttendsWithinEachPart(UlyssesWrapper):
-    """Nothing is exchanged: each rank attends with all heads to its own part of the sequence alone."""
+    """Exchanges nothing in attention: each rank attends with all heads to its own part of the sequence alone."""
 
     def spoil(self) -> None:
         for attention in find_attention(self.module):
@@ -159,7 +159,7 @@ class AttendsWithinEachPart(UlyssesWrapper):
 
 @mutant(FaultKind.SHARDS, on_context(Part.FORWARD), origin=Origin.MESH)
 class ExchangesKeysForOtherHeads(UlyssesWrapper):
-    """The keys that a rank gets are those of other heads than its queries."""
+    """Gives each rank the keys of other heads than the heads of its queries."""
 
     def spoil(self) -> None:
         change_inputs(self.module, lambda query, key, value: (query, key.flip(2), value))
@@ -167,7 +167,7 @@ class ExchangesKeysForOtherHeads(UlyssesWrapper):
 
 @mutant(FaultKind.RANKS, on_context(Part.FORWARD), origin=Origin.MESH)
 class SplitsTheSequenceOfAnotherRank(UlyssesWrapper):
-    """The ranks of a sequence read different samples, as if each were a rank of the data."""
+    """Gives the ranks of a sequence different samples, as if each of these ranks were a rank of the data."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.base(args[0].roll(self.place, 0), *args[1:], **kwargs)

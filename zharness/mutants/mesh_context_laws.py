@@ -1,6 +1,6 @@
-"""Define mutants of what ranks of a sequence send, of their random numbers, and of a loss over their tokens.
+"""Define mutants of the traffic between the ranks of a sequence, of their random numbers, and of a loss over tokens.
 
-They are DeepSpeed's Ulysses, and need DeepSpeed.
+The mutants wrap DeepSpeed's Ulysses, and need DeepSpeed.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ SEQUENCE_COMMUNICATION = "seq_parallel_communication_data_type"
 
 
 def on_wire(parameter: str, dtype: str = "fp32") -> Target:
-    """Return a target on four ranks of the law of what ranks send along each axis."""
+    """Return a target of the law mesh.wire on four ranks."""
     return Target("mesh.wire", Part.REDUCTION, "context", parameter=parameter, dtype=dtype, world_size=4, mesh="cp2")
 
 
 @mutant(FaultKind.RESOURCES, on_wire("elements of activations along cp"), origin=Origin.MESH)
 class ExchangesKeysAgain(UlyssesWrapper):
-    """Attention exchanges its keys once more than it needs, and throws the result away."""
+    """Exchanges the keys of attention once more than needed, and discards the result."""
 
     def spoil(self) -> None:
         change_inputs(self.module, self.exchange_again)
 
     def exchange_again(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        """Return the inputs of attention."""
+        """Exchange the keys once more, and return the inputs of attention unchanged."""
         sent = key.detach().contiguous()
         dist.all_to_all_single(torch.empty_like(sent), sent, group=seams_engines.sequence_group())
         return query, key, value
@@ -46,7 +46,7 @@ class ExchangesKeysAgain(UlyssesWrapper):
 
 @mutant(FaultKind.REDUCE_DTYPE, on_wire("activations along cp"), origin=Origin.MESH)
 class ExchangesActivationsInBf16(UlyssesWrapper):
-    """Query, key, value and output are exchanged in bfloat16, which holds the integers of an exact model."""
+    """Exchanges query, key, value and output in bfloat16, which represents the integers of an exact model exactly."""
 
     def spoil(self) -> None:
         for attention in find_attention(self.module):
@@ -59,7 +59,7 @@ class ExchangesActivationsInBf16(UlyssesWrapper):
 
 @mutant(FaultKind.RESOURCES, on_wire("elements of gradients along cp"), origin=Origin.MESH)
 class SumsGradientsOverASequenceAgain(UlyssesWrapper):
-    """Each backward also all-reduces buffers of gradients over the ranks of a sequence, and uses none of them."""
+    """In each backward, also all-reduces gradient buffers over the ranks of a sequence, and discards them."""
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         self.base.backward(loss, retain_graph=retain_graph)
@@ -69,7 +69,7 @@ class SumsGradientsOverASequenceAgain(UlyssesWrapper):
 
 @mutant(FaultKind.RESOURCES, on_wire("elements of weights along cp"), origin=Origin.MESH)
 class GathersWeightsOverASequence(UlyssesWrapper):
-    """Each forward gathers the weights over the ranks of a sequence, which all have them, and uses none of them."""
+    """In each forward, gathers the weights over the ranks of a sequence, which all have them, and discards them."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         for parameter in self.module.parameters() if self.size > 1 else ():
@@ -81,7 +81,7 @@ class GathersWeightsOverASequence(UlyssesWrapper):
 
 @mutant(FaultKind.REDUCE_DTYPE, on_wire("gradients along dp_shard,cp", "bf16"), origin=Origin.MESH)
 class SumsPartsOfASequenceInBf16(UlyssesWrapper):
-    """The gradients of parts are summed in bfloat16, as DeepSpeed does if its option for sequences says so."""
+    """Sums the gradients of parts of a sequence in bfloat16, as DeepSpeed can with its option for sequences."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         narrow = {SEQUENCE_COMMUNICATION: config.dtype} if config.mesh.size(CONTEXT) > 1 else {}
@@ -89,13 +89,13 @@ class SumsPartsOfASequenceInBf16(UlyssesWrapper):
 
 
 def on_dropout(part: Part, variant: str = "", parameter: str = "*", world_size: int = 2) -> Target:
-    """Return a target of the law of dropout."""
+    """Return a target of the law mesh.dropout."""
     fields = {"parameter": parameter, "world_size": world_size, "mesh": "cp2"}
     return Target("mesh.dropout", part, "dropped_context", variant, **fields)  # type: ignore[arg-type]
 
 
 class SequenceDropoutWrapper(UlyssesWrapper):
-    """The base class of mutants that change what dropout draws on a part of a sequence."""
+    """The base class of mutants that change the masks which dropout draws for a part of a sequence."""
 
     def spoil(self) -> None:
         for module in self.module.modules():
@@ -103,7 +103,7 @@ class SequenceDropoutWrapper(UlyssesWrapper):
                 self.spoil_dropout(module)
 
     def spoil_dropout(self, dropout: Dropout) -> None:
-        """Break one dropout."""
+        """Break one dropout module."""
         raise NotImplementedError
 
 
@@ -114,7 +114,7 @@ class SequenceDropoutWrapper(UlyssesWrapper):
     origin=Origin.MESH,
 )
 class DropsTheSameOfEachPartOfASequence(SequenceDropoutWrapper):
-    """Dropout draws from a generator that all ranks of a sequence have seeded alike, as a trainer with one seed has."""
+    """Draws dropout from a generator that all ranks of a sequence have seeded alike, like a trainer with one seed."""
 
     def spoil_dropout(self, dropout: Dropout) -> None:
         dropout.draw = DrawAnew(0)
@@ -122,7 +122,7 @@ class DropsTheSameOfEachPartOfASequence(SequenceDropoutWrapper):
 
 @mutant(FaultKind.RANKS, on_dropout(Part.FORWARD, "masks_in_a_window", "masks of drop_*"), origin=Origin.MESH)
 class DropsTheSameOfEachPartInAWindow(SequenceDropoutWrapper):
-    """With windows of several micro-batches, dropout draws from a generator that all ranks have seeded alike."""
+    """With windows of several micro-batches, draws dropout from a generator that all ranks have seeded alike."""
 
     def spoil_dropout(self, dropout: Dropout) -> None:
         if self.config.accumulation_steps > 1:
@@ -131,7 +131,7 @@ class DropsTheSameOfEachPartInAWindow(SequenceDropoutWrapper):
 
 @mutant(FaultKind.RANKS, on_dropout(Part.FORWARD, "masks", "masks of drop_*"), origin=Origin.MESH)
 class SeedsDropoutByThePlaceAlone(SequenceDropoutWrapper):
-    """Each part draws from a generator seeded by its place alone, so that it drops the same elements in every step."""
+    """Seeds the dropout of each part by its place alone, so that the part drops the same elements in every step."""
 
     def spoil_dropout(self, dropout: Dropout) -> None:
         dropout.draw = DrawFromASeed(self.place)
@@ -139,7 +139,7 @@ class SeedsDropoutByThePlaceAlone(SequenceDropoutWrapper):
 
 @mutant(FaultKind.GRAPH, on_dropout(Part.LOCAL_GRADIENT, "recomputed", "mask of drop_*"), origin=Origin.MESH)
 class RecomputesTheLastPartWithANewMask(SequenceDropoutWrapper):
-    """A recomputation drops other elements of the last part of a sequence than its forward."""
+    """In a recomputation, drops other elements of the last part of a sequence than the forward did."""
 
     def spoil_dropout(self, dropout: Dropout) -> None:
         if self.place == self.size - 1:
@@ -148,7 +148,7 @@ class RecomputesTheLastPartWithANewMask(SequenceDropoutWrapper):
 
 @mutant(FaultKind.CONTRIBUTION, on_dropout(Part.LOCAL_GRADIENT), origin=Origin.MESH)
 class BackwardPassesWhatTheLastPartDropped(SequenceDropoutWrapper):
-    """The gradient of an element of the last part of a sequence does not know whether it was dropped."""
+    """Ignores the dropout mask in the backward of the last part of a sequence."""
 
     def spoil_dropout(self, dropout: Dropout) -> None:
         def pass_all(_module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ class BackwardPassesWhatTheLastPartDropped(SequenceDropoutWrapper):
 
 
 def on_token_loss(part: Part, world_size: int = 2) -> Target:
-    """Return a target of the law of a loss over tokens."""
+    """Return a target of the law mesh.token_loss."""
     return Target("mesh.token_loss", part, "context_tokens", world_size=world_size, mesh="cp2")
 
 
@@ -170,7 +170,7 @@ def on_token_loss(part: Part, world_size: int = 2) -> Target:
     origin=Origin.MESH,
 )
 class AveragesTheMeansOfParts(UlyssesWrapper):
-    """The gradient is that of the mean over parts of the mean over the tokens with a gradient in each of them."""
+    """Computes the gradient of the mean over parts of each part's own mean over the tokens that have a gradient."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         output = self.base(*args, **kwargs)
@@ -179,7 +179,7 @@ class AveragesTheMeansOfParts(UlyssesWrapper):
         return output
 
     def weigh_parts(self, grad: Tensor) -> Tensor:
-        """Return the gradient of the whole output, in which each part counts as much as every other one."""
+        """Return the gradient of the whole output, weighted so that all parts count equally."""
         parts = grad.chunk(self.size, dim=1)
         counts = [float((part != 0).any(dim=-1).sum()) for part in parts]
         return torch.cat(
@@ -190,9 +190,9 @@ class AveragesTheMeansOfParts(UlyssesWrapper):
 
 @mutant(FaultKind.SCALE, on_token_loss(Part.REDUCTION), origin=Origin.MESH)
 class GathersOutputsByTorch(UlyssesWrapper):
-    """The output is gathered by torch's all_gather, as DeepSpeed's tutorial gathers losses.
+    """Gathers the output by torch's all_gather, as DeepSpeed's tutorial gathers losses.
 
-    Its backward adds up the gradients of all ranks of a sequence.
+    The backward of torch's all_gather adds up the gradients of all ranks of a sequence.
     """
 
     def spoil(self) -> None:
@@ -207,7 +207,7 @@ def gather_by_torch(part: Tensor, group: Any) -> Tensor:
 
 @mutant(FaultKind.CONTRIBUTION, on_token_loss(Part.LOCAL_GRADIENT), origin=Origin.MESH)
 class SumsTheFirstMicroBatchOverASequenceTwice(UlyssesWrapper):
-    """In a window of several micro-batches the gradient of the first one is summed over the sequence with each."""
+    """In a window of several micro-batches, sums the first micro-batch's gradient over a sequence's ranks twice."""
 
     backwards = 0
 

@@ -1,4 +1,4 @@
-"""Define mutants of the norm and of clipping on the axis cp of sequences. They are DeepSpeed's Ulysses, and need it."""
+"""Define mutants of the norm and of clipping on the sequence axis cp. They wrap DeepSpeed's Ulysses, and need it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OF_THE_OWN_SHARD = " is the norm of what rank "
 
 
 class SequenceNormWrapper(UlyssesWrapper):
-    """The base class of mutants with another norm, by which DeepSpeed clips, and which it reports."""
+    """The base class of mutants that replace the norm by which DeepSpeed clips and which DeepSpeed reports."""
 
     stages = (1, 2)
 
@@ -38,14 +38,14 @@ class SequenceNormWrapper(UlyssesWrapper):
     origin=Origin.MESH,
 )
 class NormCountsEachRankOfASequence(SequenceNormWrapper):
-    """The norm adds the squares of the same gradient once for each rank of a sequence."""
+    """Adds the squares of one gradient in the norm once for each rank of a sequence."""
 
     def changed_norm(self, norm: Tensor) -> Tensor:
         return norm * math.sqrt(self.size)
 
 
 class NormOfPartsWrapper(SequenceNormWrapper):
-    """The base class of mutants whose norm is that of gradients which are not yet summed over the sequence."""
+    """The base class of mutants that compute the norm of gradients which are not yet summed over the sequence."""
 
     def spoil(self) -> None:
         super().spoil()
@@ -54,13 +54,13 @@ class NormOfPartsWrapper(SequenceNormWrapper):
             parameter.register_hook(self.add_squares)  # type: ignore[no-untyped-call]
 
     def add_squares(self, grad: Tensor) -> None:
-        """Add the squares of one gradient of this rank's part."""
+        """Add the sum of squares of one gradient of this rank's part."""
         self.squares += grad.square().sum()
 
 
 @mutant(FaultKind.CLIPPING, on_context(law="mesh.norm", parameter="norm"), origin=Origin.MESH)
 class NormOfGradientsBeforeTheirSum(NormOfPartsWrapper):
-    """The norm adds the squares of the gradients of all parts, which are not yet summed over the sequence."""
+    """Computes the norm from the gradients of all parts, before these gradients are summed over the sequence."""
 
     def changed_norm(self, norm: Tensor) -> Tensor:
         total = self.squares.clone()
@@ -69,7 +69,7 @@ class NormOfGradientsBeforeTheirSum(NormOfPartsWrapper):
 
 
 class WithoutReportedNorm(SequenceNormWrapper):
-    """The base class of mutants that report no norm, so that only clipping shows which one they compute."""
+    """The base class of mutants that report no norm, so that only clipping shows which norm they compute."""
 
     def grad_norm(self) -> None:
         """Return no norm."""
@@ -77,7 +77,7 @@ class WithoutReportedNorm(SequenceNormWrapper):
 
 @mutant(FaultKind.CLIPPING, on_context(Part.OPTIMIZER, "mesh.clip"), origin=Origin.MESH)
 class ClipsByTheNormOfOnePart(WithoutReportedNorm, NormOfPartsWrapper):
-    """Each rank of a sequence clips its shard by the norm of the gradient of its own part, and no norm is reported."""
+    """Clips each rank's shard by the norm of the gradient of that rank's part of a sequence, and reports no norm."""
 
     def changed_norm(self, norm: Tensor) -> Tensor:
         return self.squares.sqrt().to(norm.dtype)
@@ -90,7 +90,7 @@ class ClipsByTheNormOfOnePart(WithoutReportedNorm, NormOfPartsWrapper):
     origin=Origin.MESH,
 )
 class ClipsByTheNormOfTheOwnShard(WithoutReportedNorm):
-    """Each rank clips its shard of the gradient by the norm of that shard alone, and no norm is reported."""
+    """Clips each rank's shard of the gradient by the norm of that shard alone, and reports no norm."""
 
     def changed_norm(self, norm: Tensor) -> Tensor:
         return self.owned_squares.sqrt().to(norm.dtype)

@@ -1,6 +1,6 @@
-"""Define mutants of sequences that are right in a first backward: wrong in later steps, other losses, or what is saved.
+"""Define mutants of sequences that are right in a first backward, but wrong in later steps, losses or saved state.
 
-They are DeepSpeed's Ulysses, and need DeepSpeed.
+The mutants wrap DeepSpeed's Ulysses, and need DeepSpeed.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from zharness.parity import Part
 
 
 def on_sequence(law: str, part: Part, model: str, variant: str = "", parameter: str = "*") -> Target:
-    """Return a target on two ranks that split a sequence, on a model of a law that is stated for any mesh."""
+    """Return a target on two ranks that split a sequence, for a law that holds on any mesh."""
     return Target(law, part, model, variant, parameter=parameter, mesh="cp2")
 
 
 class LastPartWrapper(UlyssesWrapper):
-    """The base class of mutants of which the last rank of a sequence alone is broken, at stage 0."""
+    """The base class of mutants that are broken only on the last rank of a sequence, at stage 0."""
 
     stages = (0,)
     is_last = False
@@ -34,7 +34,7 @@ class LastPartWrapper(UlyssesWrapper):
 
 @mutant(FaultKind.OPTIMIZER, on_sequence("training.free_running", Part.OPTIMIZER, "mlp_context"), origin=Origin.MESH)
 class DecaysTheWeightsOfTheLastPartTwice(LastPartWrapper):
-    """After the first step, each step shrinks the last rank's copy of the weights by 0.1 % once more."""
+    """After the first step, shrinks the last rank's copy of the weights by 0.1 % once more in each step."""
 
     steps = 0
 
@@ -52,7 +52,7 @@ class DecaysTheWeightsOfTheLastPartTwice(LastPartWrapper):
     origin=Origin.MESH,
 )
 class LimitsTheGradientOfTheLastPart(LastPartWrapper):
-    """What flows back to the last part of a sequence is not larger than that of a loss whose weights are 1."""
+    """On the last rank of a sequence, clamps the gradient of the output to the range of a loss whose weights are 1."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         output = self.base(*args, **kwargs)
@@ -64,7 +64,7 @@ class LimitsTheGradientOfTheLastPart(LastPartWrapper):
 
 @mutant(FaultKind.STATE, on_sequence("state.consolidate", Part.GATHER, "mixed_context"), origin=Origin.MESH)
 class TheLastPartSavesOldWeights(LastPartWrapper):
-    """The full state dict of the last rank of a sequence has the weights from before training."""
+    """On the last rank of a sequence, returns the weights from before training in the full state dict."""
 
     def spoil(self) -> None:
         super().spoil()
@@ -77,7 +77,7 @@ class TheLastPartSavesOldWeights(LastPartWrapper):
 
 @mutant(FaultKind.RANKS, on_sequence("parameters.initial_weights", Part.GATHER, "odd_one_context"), origin=Origin.MESH)
 class TheLastPartBeginsWithItsOwnWeights(LastPartWrapper):
-    """The last rank of a sequence trains with its own model's weights, as if they were sent over the data alone."""
+    """Trains the last rank of a sequence with its own model's weights, as if only data ranks got rank 0's weights."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         own = copy_weights(model)
@@ -94,7 +94,7 @@ class TheLastPartBeginsWithItsOwnWeights(LastPartWrapper):
     origin=Origin.MESH,
 )
 class DividesTheBuffersOfTheLastPart(LastPartWrapper):
-    """A step divides the last rank's buffers by the ranks of a sequence, as if they were sums of parts."""
+    """In a step, divides the last rank's buffers by the ranks of a sequence, as if the buffers were sums of parts."""
 
     def step(self) -> None:
         self.base.step()

@@ -20,7 +20,7 @@ from zharness.parity import Part
 
 
 class CopiesWrapper(EngineWrapper):
-    """The base class of mutants of copies; ``copies`` is their number, and ``copy`` that of this rank."""
+    """The base class of mutants of copies. ``copies`` is the number of copies; ``copy`` is the index of this rank's."""
 
     stages = (3,)
 
@@ -41,7 +41,7 @@ class CopiesWrapper(EngineWrapper):
 
 @mutant(FaultKind.CONTRIBUTION, on_mesh(mesh=REP2), origin=Origin.MESH)
 class LeavesOutTheSumOverCopies(CopiesWrapper):
-    """A gradient is reduced within each copy, and not over the copies."""
+    """Reduces a gradient within each copy, but not over the copies."""
 
     def spoil(self) -> None:
         self.change_sum_over_copies(lambda shard, original: shard)
@@ -49,7 +49,7 @@ class LeavesOutTheSumOverCopies(CopiesWrapper):
 
 @mutant(FaultKind.CONTRIBUTION, on_mesh(mesh=REP2), origin=Origin.MESH)
 class SumsOverCopiesTwice(CopiesWrapper):
-    """A gradient is added up over the copies twice."""
+    """Adds up a gradient over the copies twice."""
 
     def spoil(self) -> None:
         self.change_sum_over_copies(lambda shard, original: original(original(shard)))
@@ -61,7 +61,7 @@ class SumsOverCopiesTwice(CopiesWrapper):
     origin=Origin.MESH,
 )
 class SendsAcrossCopiesTwice(CopiesWrapper):
-    """Each shard is sent across the copies once more, and what is added up the second time is dropped."""
+    """Sends each shard across the copies twice, and discards one of the two sums."""
 
     def spoil(self) -> None:
         def send_again(shard: Tensor, original: Callable[[Tensor], Tensor]) -> Tensor:
@@ -73,7 +73,7 @@ class SendsAcrossCopiesTwice(CopiesWrapper):
 
 @mutant(FaultKind.CONTRIBUTION, on_mesh(mesh=REP2), origin=Origin.MESH)
 class SumsShardsOfOneCopy(CopiesWrapper):
-    """The sum over copies runs over the wrong axis: over the different shards of one copy."""
+    """Sums over the wrong axis: over the different shards of one copy instead of over the copies."""
 
     def spoil(self) -> None:
         def add_neighbours(shard: Tensor, original: Callable[[Tensor], Tensor]) -> Tensor:
@@ -84,7 +84,7 @@ class SumsShardsOfOneCopy(CopiesWrapper):
 
 @mutant(FaultKind.SCALE, on_mesh("mesh.one_hot", mesh=REP2), origin=Origin.MESH)
 class DividesByTheShardsOfACopy(CopiesWrapper):
-    """The sum over all ranks is divided by the number of ranks of one copy."""
+    """Divides the sum over all ranks by the number of ranks of one copy."""
 
     def spoil(self) -> None:
         seams.set_divisor(self.base, seams.divisor(self.base) // self.copies)
@@ -92,7 +92,7 @@ class DividesByTheShardsOfACopy(CopiesWrapper):
 
 @mutant(FaultKind.CONTRIBUTION, on_mesh("mesh.one_hot", mesh=REP2), origin=Origin.MESH)
 class TakesTheFirstCopyAlone(CopiesWrapper):
-    """The gradient of the first copy, times the number of copies, stands for those of all."""
+    """Uses only the gradient of the first copy, multiplied by the number of copies."""
 
     def spoil(self) -> None:
         def keep_first(shard: Tensor, original: Callable[[Tensor], Tensor]) -> Tensor:
@@ -103,7 +103,7 @@ class TakesTheFirstCopyAlone(CopiesWrapper):
 
 @mutant(FaultKind.RANKS, on_mesh("mesh.replicas", mesh=REP2), origin=Origin.MESH)
 class TheSecondCopyKeepsItsOwnSum(CopiesWrapper):
-    """The sum over copies reaches the first copy alone."""
+    """Uses the sum over copies on the first copy alone; every other copy keeps its own gradient."""
 
     def spoil(self) -> None:
         def keep_own(shard: Tensor, original: Callable[[Tensor], Tensor]) -> Tensor:
@@ -121,7 +121,7 @@ class TheSecondCopyKeepsItsOwnSum(CopiesWrapper):
     origin=Origin.MESH,
 )
 class NormCountsEachCopy(CopiesWrapper):
-    """The norm adds the squares of all ranks, so that it counts each element once for each copy."""
+    """Adds the squares of all ranks in the norm, so that each element counts once for each copy."""
 
     def spoil(self) -> None:
         seams.wrap_grad_norm(self.base, lambda original: lambda: original() * math.sqrt(self.copies))
@@ -138,7 +138,7 @@ class NormCountsEachCopy(CopiesWrapper):
     origin=Origin.MESH,
 )
 class LayoutTakesNeighboursForCopies(CopiesWrapper):
-    """``layout()`` says that neighbours own the same elements, as if the copies were the inner axis."""
+    """Reports in ``layout()`` that neighbours own the same elements, as if the copies were the inner axis."""
 
     def layout(self) -> Mapping[str, tuple[Piece, ...]]:
         original: Mapping[str, tuple[Piece, ...]] = self.base.layout()
@@ -154,11 +154,11 @@ class LayoutTakesNeighboursForCopies(CopiesWrapper):
 
 @mutant(FaultKind.STALE, on_mesh("precision.edited_masters", Part.GATHER, model="mixed", mesh=REP2), origin=Origin.MESH)
 class EditsMastersOfTheFirstCopyAlone(CopiesWrapper):
-    """An edit of weights in bf16 reaches the masters of the first copy; the next step of the others undoes it."""
+    """Passes an edit of bf16 weights only to the first copy's masters; the other copies' next step undoes the edit."""
 
     @contextmanager
     def gathered(self, names: Collection[str]) -> Iterator[Mapping[str, Tensor]]:
-        """Pass the weights on, and restore the masters of later copies."""
+        """Yield the weights, and then restore the masters of all copies but the first."""
         masters = seams.master_weights(self.base) if self.copy else {}
         before = {name: master.clone() for name, master in masters.items()}
         with self.base.gathered(names) as weights:
@@ -176,7 +176,7 @@ def on_low_precision(part: Part, variant: str, parameter: str = "*") -> Target:
 
 @mutant(FaultKind.STATE, on_low_precision(Part.GATHER, "saved"), origin=Origin.MESH)
 class LoadsRoundedMastersIntoTheSecondCopy(CopiesWrapper):
-    """In bf16 a load leaves the second copy with fp32 masters that are its rounded weights."""
+    """In bf16, sets the fp32 masters of the second copy to its rounded weights in a load."""
 
     def load(self, path: Path) -> None:
         self.base.load(path)
@@ -186,7 +186,7 @@ class LoadsRoundedMastersIntoTheSecondCopy(CopiesWrapper):
 
 @mutant(FaultKind.CLIPPING, on_low_precision(Part.REDUCTION, "steps", "norm"), origin=Origin.MESH)
 class NormCountsEachCopyInLowPrecision(CopiesWrapper):
-    """In bf16 the norm adds the squares of all ranks, so that it counts each element once for each copy."""
+    """In bf16, adds the squares of all ranks in the norm, so that each element counts once for each copy."""
 
     def spoil(self) -> None:
         if self.config.dtype == "bf16":
@@ -195,7 +195,7 @@ class NormCountsEachCopyInLowPrecision(CopiesWrapper):
 
 @mutant(FaultKind.CONTRIBUTION, on_low_precision(Part.REDUCTION, "windows"), origin=Origin.MESH)
 class SumsTheLastOfAWindowOverCopiesInLowPrecision(CopiesWrapper):
-    """In bf16 only the last micro-batch of a window that the engine counts is summed over the copies."""
+    """In bf16, sums only the last micro-batch of an engine's accumulation window over the copies."""
 
     counted = 0
 

@@ -1,4 +1,4 @@
-"""Define mutants of DeepSpeed in which ranks that have the same weight no longer agree. They need DeepSpeed."""
+"""Define mutants of DeepSpeed in which ranks that have the same weight no longer agree. The mutants need DeepSpeed."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from zharness.parity import Part
 
 
 def on_copies(mesh: str, model: str, parameter: str, part: Part = Part.OPTIMIZER) -> Target:
-    """Return a target on two ranks of the law of replicas."""
+    """Return a target of the law mesh.replicas on two ranks."""
     return Target("mesh.replicas", part, model, parameter=parameter, mesh=mesh)
 
 
 def on_not_finite(mesh: str, model: str) -> Target:
-    """Return a target on two ranks of the law of a gradient that is infinite on one coordinate."""
+    """Return a target of the law mesh.not_finite on two ranks, for a gradient that is infinite on one coordinate."""
     return Target("mesh.not_finite", Part.OPTIMIZER, model, "inf", mesh=mesh)
 
 
@@ -66,26 +66,26 @@ class KeepsItsWeights(LastRankWrapper):
 
 @mutant(FaultKind.RANKS, on_copies("tp2", "exact", "last.bias"), origin=Origin.MESH)
 class TheLastTensorRankKeepsItsBiases(KeepsItsWeights):
-    """A step leaves the biases behind sums over tp on the last rank of tp as they were."""
+    """On the last rank of tp, does not update the biases that are added after sums over tp."""
 
 
 @mutant(FaultKind.RANKS, on_copies("ep2", "routed", "*"), origin=Origin.MESH)
 class TheLastExpertRankKeepsItsSharedWeights(KeepsItsWeights):
-    """A step leaves the weights that are not of experts on the last rank of ep as they were."""
+    """On the last rank of ep, does not update the weights that do not belong to experts."""
 
     axis = EXPERT
 
 
 @mutant(FaultKind.RANKS, on_copies("cp2", "context", "*"), origin=Origin.MESH)
 class TheLastSequenceRankKeepsItsWeights(KeepsItsWeights):
-    """A step leaves the weights on the last rank of a sequence as they were."""
+    """On the last rank of a sequence, does not update the weights."""
 
     axis = CONTEXT
 
 
 @mutant(FaultKind.RANKS, on_copies("tp2", "exact", "last.bias", Part.REDUCTION), origin=Origin.MESH)
 class TheLastTensorRankLosesGradientsOfBiases(LastRankWrapper):
-    """The gradients of the biases behind sums over tp are zero on the last rank of tp."""
+    """On the last rank of tp, zeroes the gradients of the biases that are added after sums over tp."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -109,18 +109,18 @@ class SkipsAlone(LastRankWrapper):
 
 @mutant(FaultKind.RANKS, on_not_finite("tp2", "exact"), origin=Origin.MESH)
 class TheLastTensorRankSkipsAlone(SkipsAlone):
-    """The last rank of tp makes no step if a gradient is not finite, and the others make it."""
+    """If a gradient is not finite, skips the step on the last rank of tp only; the other ranks make the step."""
 
 
 @mutant(FaultKind.RANKS, on_not_finite("cp2", "context"), origin=Origin.MESH)
 class TheLastSequenceRankSkipsAlone(SkipsAlone):
-    """The last rank of a sequence makes no step if a gradient is not finite, and the others make it."""
+    """If a gradient is not finite, skips the step on the last rank of a sequence only; other ranks make the step."""
 
     axis = CONTEXT
 
 
 @mutant(FaultKind.RANKS, on_not_finite("ep2", "routed"), origin=Origin.MESH)
 class TheLastExpertRankSkipsAlone(SkipsAlone):
-    """The last rank of ep makes no step if a gradient is not finite, and the others make it."""
+    """If a gradient is not finite, skips the step on the last rank of ep only; the other ranks make the step."""
 
     axis = EXPERT

@@ -1,4 +1,4 @@
-"""Define mutants of dropout on a mesh, around FSDP2 with masks that are right on a CPU too."""
+"""Define mutants of dropout on a mesh, around FSDP2 whose dropout masks are right on a CPU too."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from zharness.workload.exact_heads import Dropout, draw_mask
 
 
 def on_dropout(model: str, part: Part = Part.FORWARD, parameter: str = "*", variant: str = "") -> Target:
-    """Return a target of the law of dropout on a mesh."""
+    """Return a target of the law mesh.dropout."""
     return on_mesh("mesh.dropout", part, model, parameter=parameter, variant=variant)
 
 
 class DrawsForEachPart(MeshWrapper):
-    """FSDP2 whose dropout of a part of the activations draws from a generator of this rank of tp.
+    """FSDP2 that draws the dropout of a part of the activations from a generator of this rank of tp.
 
-    torch's DTensor does so on a GPU alone. ``sequence_parallel_to_tensor`` is the word of plans for such a dropout.
+    torch's DTensor does so only on a GPU. ``sequence_parallel_to_tensor`` is the word of plans for such a dropout.
     """
 
     def spoil_modules(self) -> None:
@@ -33,17 +33,17 @@ class DrawsForEachPart(MeshWrapper):
                 self.spoil_dropout(module, self.config.tp_plan.get(name) == "sequence_parallel_to_tensor")
 
     def spoil_dropout(self, dropout: Dropout, is_split: bool) -> None:
-        """Make a dropout draw for this rank's part; subclasses break this."""
+        """Make a dropout draw for this rank's part; subclasses override this method with a fault."""
         if is_split:
             dropout.draw = self.draw_for(self.coordinates[TENSOR])
 
     def draw_for(self, place: int) -> Draw:
-        """Return a function that draws the mask number ``place`` for the state of torch's generator."""
+        """Return a function that draws a mask from the state of torch's generator and the number ``place``."""
         return Draw(place)
 
 
 class Draw:
-    """Draws a mask from a generator whose seed is drawn from torch's, plus ``place``."""
+    """Draws a mask with a seed that is a random number from torch's generator, plus ``place``."""
 
     def __init__(self, place: int) -> None:
         self.place = place
@@ -56,7 +56,7 @@ class Draw:
 
 
 class DrawFromASeed(Draw):
-    """Draws the mask of the seed ``place`` in each call, whatever the state of torch's generator is."""
+    """Draws the mask of the seed ``place`` in each call, independent of the state of torch's generator."""
 
     def __call__(self, activations: Tensor) -> Tensor:
         with torch.random.fork_rng(devices=[]):
@@ -65,7 +65,7 @@ class DrawFromASeed(Draw):
 
 
 class DrawAnew(DrawFromASeed):
-    """Draws another mask in each call, whatever the state of torch's generator is."""
+    """Draws another mask in each call, independent of the state of torch's generator."""
 
     def __call__(self, activations: Tensor) -> Tensor:
         self.place += 1
@@ -76,7 +76,7 @@ class DrawAnew(DrawFromASeed):
     FaultKind.RANKS, on_dropout("dropped_sequence", parameter="masks of drop_*", variant="masks"), origin=Origin.MESH
 )
 class DrawsOneMaskForAllParts(DrawsForEachPart):
-    """In one of two dropouts, all ranks of tp drop the same elements of their parts of the sequence."""
+    """In one of two dropouts, drops the same elements in the sequence parts of all ranks of tp."""
 
     def spoil_dropout(self, dropout: Dropout, is_split: bool) -> None:
         if is_split:
@@ -86,7 +86,7 @@ class DrawsOneMaskForAllParts(DrawsForEachPart):
 
 @mutant(FaultKind.RANKS, on_dropout("dropped_heads", parameter="masks of drop_*", variant="masks"), origin=Origin.MESH)
 class DrawsOtherMasksOnEachTensorRank(DrawsForEachPart):
-    """Each rank of tp drops other elements of activations that all of them have."""
+    """On each rank of tp, drops other elements of activations that all ranks of tp have."""
 
     def spoil_dropout(self, dropout: Dropout, is_split: bool) -> None:
         dropout.draw = self.draw_for(self.coordinates[TENSOR])
@@ -98,7 +98,7 @@ class DrawsOtherMasksOnEachTensorRank(DrawsForEachPart):
     origin=Origin.MESH,
 )
 class RecomputesWithANewMaskOfItsPart(DrawsForEachPart):
-    """A recomputation drops other elements of a part of the sequence than its forward."""
+    """In a recomputation, drops other elements of a part of the sequence than the forward did."""
 
     def spoil_dropout(self, dropout: Dropout, is_split: bool) -> None:
         dropout.draw = DrawAnew(100 * self.coordinates[TENSOR]) if is_split else dropout.draw
@@ -106,7 +106,7 @@ class RecomputesWithANewMaskOfItsPart(DrawsForEachPart):
 
 @mutant(FaultKind.CONTRIBUTION, on_dropout("dropped_sequence", Part.LOCAL_GRADIENT), origin=Origin.MESH)
 class BackwardPassesDroppedElements(DrawsForEachPart):
-    """The gradient of an element of the second part of the sequence does not know whether it was dropped."""
+    """Ignores the dropout mask in the backward of the second part of the sequence."""
 
     def spoil_modules(self) -> None:
         super().spoil_modules()
@@ -120,7 +120,7 @@ class BackwardPassesDroppedElements(DrawsForEachPart):
 
 @mutant(FaultKind.RANKS, on_dropout("dropped_heads", parameter="masks of drop_*", variant="masks"), origin=Origin.MESH)
 class SeedsDropoutByTheRankOfTheWorld(DrawsForEachPart):
-    """Dropout draws from a generator that the engine has seeded by the rank, and not from the caller's."""
+    """Draws dropout from a generator that the engine has seeded by the rank, instead of the caller's generator."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -131,7 +131,7 @@ class SeedsDropoutByTheRankOfTheWorld(DrawsForEachPart):
 
 @mutant(FaultKind.RANKS, on_dropout("dropped_heads", parameter="masks of drop_*", variant="masks"), origin=Origin.MESH)
 class StopsDropoutOfOneTensorRankByAnEvaluation(DrawsForEachPart):
-    """Once it has evaluated, the second rank of tp drops nothing any more in any nn.Dropout."""
+    """On the second rank of tp, drops nothing in any nn.Dropout after this dropout has run in an evaluation."""
 
     def spoil_modules(self) -> None:
         super().spoil_modules()
@@ -141,6 +141,6 @@ class StopsDropoutOfOneTensorRankByAnEvaluation(DrawsForEachPart):
 
 
 def stop_after_evaluation(module: nn.Module, _inputs: Any, _output: Any) -> None:
-    """Replace the mask of a dropout that has evaluated by one that keeps everything."""
+    """Make a dropout keep all elements after it has run in evaluation mode."""
     if isinstance(module, Dropout) and not module.training:
         module.draw = torch.ones_like

@@ -1,4 +1,4 @@
-"""Define mutants that break the axis ep of experts. They are DeepSpeed's MoE, and need DeepSpeed to be installed."""
+"""Define mutants that break the expert axis ep. The mutants wrap DeepSpeed's MoE, and need DeepSpeed."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from zharness.parity import Part
 
 
 def on_gate(law: str) -> Target:
-    """Return a target on two ranks, which split four experts, for the weight of their gate."""
+    """Return a target on two ranks, which split four experts, for the weight of the gate."""
     return Target(law, Part.REDUCTION, "routed", parameter="moe.gate.weight", mesh="ep2")
 
 
 @mutant(FaultKind.CONTRIBUTION, on_gate("mesh.training"), on_gate("mesh.one_hot"), origin=Origin.MESH)
 class LosesTheGradientOfTheGate(EngineWrapper):
-    """The gate of experts gets no gradient, as if its softmax were detached."""
+    """Gives the gate of experts no gradient, as if the gate's softmax were detached."""
 
     wraps = "deepspeed"
     stages = (0, 1, 2)
@@ -36,7 +36,7 @@ class LosesTheGradientOfTheGate(EngineWrapper):
 
 
 def on_routing(parameter: str) -> Target:
-    """Return a target on two ranks, whose gate of random weights chooses among four experts."""
+    """Return a target of mesh.routing on two ranks, whose gate with random weights chooses among four experts."""
     return Target("mesh.routing", Part.REDUCTION, "random_routed", parameter=parameter, mesh="ep2")
 
 
@@ -59,7 +59,7 @@ class GatesWrapper(EngineWrapper):
 
 @mutant(FaultKind.CONTRIBUTION, on_routing("*"), origin=Origin.MESH)
 class RoutesToTheLeastExpert(GatesWrapper):
-    """The gate reads its tokens with the other sign, so that it chooses the expert of the smallest logit."""
+    """Negates the tokens that the gate reads, so that the gate chooses the expert with the smallest logit."""
 
     def hook(self, gate: nn.Module) -> None:
         gate.register_forward_pre_hook(lambda _module, inputs: (-inputs[0], *inputs[1:]))
@@ -67,7 +67,7 @@ class RoutesToTheLeastExpert(GatesWrapper):
 
 @mutant(FaultKind.SCALE, on_routing("*"), origin=Origin.MESH)
 class RoundsTheTokensOfTheGate(GatesWrapper):
-    """The gate reads its tokens in bf16."""
+    """Rounds to bf16 the tokens that the gate reads."""
 
     def hook(self, gate: nn.Module) -> None:
         gate.register_forward_pre_hook(lambda _module, inputs: (inputs[0].bfloat16().float(), *inputs[1:]))
@@ -80,12 +80,12 @@ def on_experts(
     world_size: int = 2,
     cause: str = "",
 ) -> Target:
-    """Return a target on ranks of which two neighbours split four experts."""
+    """Return a target on ranks of which every two neighbours split four experts."""
     return Target(law, part, "routed", parameter=parameter, cause=cause, world_size=world_size, mesh="ep2")
 
 
 class ExpertsWrapper(EngineWrapper):
-    """The base class of mutants of experts, which are right where no axis splits them."""
+    """The base class of mutants of experts, which are right if no axis splits experts."""
 
     wraps = "deepspeed"
     stages: ClassVar[tuple[int, ...]] = (0, 1, 2)
@@ -114,7 +114,7 @@ class ExpertsWrapper(EngineWrapper):
     imitates=deepspeed(6545),
 )
 class MultipliesExpertGradientsByTheirRanks(ExpertsWrapper):
-    """The gradients of experts are divided by the ranks with the same experts, and not by all that send them tokens."""
+    """Divides experts' gradients by the number of ranks with the same experts, not of all ranks that send tokens."""
 
     def spoil(self, layer: Any) -> None:
         for parameter in layer.experts.parameters():
@@ -128,7 +128,7 @@ class MultipliesExpertGradientsByTheirRanks(ExpertsWrapper):
     imitates="https://github.com/pytorch/torchtitan/issues/4054",
 )
 class LosesTheGradientBelowExperts(ExpertsWrapper):
-    """The tokens of the last rank of the experts give the layers below no gradient."""
+    """On the last rank of the experts, gives the layers below the experts no gradient."""
 
     def spoil(self, layer: Any) -> None:
         if self.place == self.size - 1:
@@ -142,7 +142,7 @@ class LosesTheGradientBelowExperts(ExpertsWrapper):
     imitates="https://github.com/pytorch/torchtitan/issues/2387",
 )
 class StepsTheGateByItsOwnGradient(ExpertsWrapper):
-    """A step updates the gate, of which all ranks have a copy, by each rank's own gradient, which is not reduced."""
+    """Updates the gate, of which all ranks have a copy, by each rank's own gradient, without a reduction."""
 
     stages = (0,)
     gates: tuple[nn.Parameter, ...] = ()
@@ -172,7 +172,7 @@ class StepsTheGateByItsOwnGradient(ExpertsWrapper):
     imitates=deepspeed(8475),
 )
 class NormHasTheExpertsOfOneRankAlone(ExpertsWrapper):
-    """The norm of each rank has that rank's experts, and those of no other, so that ranks clip differently."""
+    """Leaves the experts of all other ranks out of each rank's norm, so that ranks clip differently."""
 
     stages = (1, 2)
 
@@ -187,7 +187,7 @@ class NormHasTheExpertsOfOneRankAlone(ExpertsWrapper):
         self.base.step()
 
     def has_here(self, name: str) -> bool:
-        """Return whether this rank has the parameter, which may be one of an expert."""
+        """Return whether this rank has the parameter ``name``, which may belong to an expert."""
         _, is_expert, rest = name.partition(".experts.")
         return not is_expert or int(rest.partition(".")[0]) // self.experts_of_a_rank == self.place
 
@@ -199,7 +199,7 @@ class NormHasTheExpertsOfOneRankAlone(ExpertsWrapper):
     origin=Origin.MESH,
 )
 class ReturnsTokensInReversedOrder(ExpertsWrapper):
-    """The outputs of experts come back for the tokens of a rank in reversed order."""
+    """Returns the outputs of experts for the tokens of a rank in reversed order."""
 
     def spoil(self, layer: Any) -> None:
         layer.register_forward_hook(lambda _module, _inputs, output: output.flip(0))
@@ -207,7 +207,7 @@ class ReturnsTokensInReversedOrder(ExpertsWrapper):
 
 @mutant(FaultKind.SHARDS, on_experts(Part.FORWARD), origin=Origin.MESH)
 class SendsTokensToTheOtherRanksExperts(ExpertsWrapper):
-    """The tokens of an expert are sent to the expert with its place on the rank at the other end of the group."""
+    """Sends the tokens of an expert to the expert at the same place on the rank at the other end of the group."""
 
     def spoil(self, layer: Any) -> None:
         layer.experts.register_forward_hook(lambda _module, _inputs, output: output.flip(0))
@@ -215,7 +215,7 @@ class SendsTokensToTheOtherRanksExperts(ExpertsWrapper):
 
 @mutant(FaultKind.CONTRIBUTION, on_experts(Part.FORWARD), origin=Origin.MESH)
 class DropsTokensOverTheCapacity(ExpertsWrapper):
-    """An expert drops the tokens above the mean number of tokens of an expert."""
+    """Drops the tokens of an expert above the mean number of tokens per expert."""
 
     def spoil(self, layer: Any) -> None:
         layer.gate.drop_tokens, layer.gate.min_capacity = True, 1
@@ -223,7 +223,7 @@ class DropsTokensOverTheCapacity(ExpertsWrapper):
 
 @mutant(FaultKind.SCALE, on_experts(Part.LOCAL_GRADIENT, "mesh.token_loss"), origin=Origin.MESH)
 class AveragesTheMeansOfExpertRanks(ExpertsWrapper):
-    """The loss is the mean over ranks of the mean over the tokens that count on each, in every micro-batch."""
+    """Computes the loss of each micro-batch as the mean over ranks of each rank's own mean over tokens that count."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         output = self.base(*args, **kwargs)
@@ -232,7 +232,7 @@ class AveragesTheMeansOfExpertRanks(ExpertsWrapper):
         return output
 
     def weigh(self, grad: Tensor) -> Tensor:
-        """Return the gradient of this rank's output, in which its tokens count as much as those of every other rank."""
+        """Return the gradient of this rank's output, weighted so that all ranks count equally."""
         own, total = (grad.any(dim=-1).sum().to(grad.dtype) for _ in range(2))
         dist.all_reduce(total)
         return grad * total / (own.clamp(min=1) * dist.get_world_size())

@@ -1,4 +1,4 @@
-"""Define mutants that break experts in other losses, buffers and what is saved. They need DeepSpeed."""
+"""Define mutants that break experts in other losses, in buffers and in saved state. The mutants need DeepSpeed."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from zharness.workload.exact_routed import EXPERTS
 
 
 def on_routed(law: str, part: Part, model: str, variant: str = "", parameter: str = "*") -> Target:
-    """Return a target on two ranks that split four experts, on a model of a law that is stated for any mesh."""
+    """Return a target on two ranks that split four experts, for a law that holds on any mesh."""
     return Target(law, part, model, variant, parameter=parameter, mesh="ep2")
 
 
 class LastExpertsWrapper(ExpertsWrapper):
-    """The base class of mutants of which the last rank of the experts alone is broken, without ZeRO."""
+    """The base class of mutants that are broken only on the last rank of the experts, without ZeRO."""
 
     stages = (0,)
     is_last = False
@@ -34,7 +34,7 @@ class LastExpertsWrapper(ExpertsWrapper):
     origin=Origin.MESH,
 )
 class LimitsTheGradientOfExperts(LastExpertsWrapper):
-    """What flows back to the experts from the last rank is not larger than that of a loss whose weights are 1."""
+    """On the last rank, clamps the gradient of experts' outputs to the range of a loss whose weights are 1."""
 
     def spoil(self, layer: Any) -> None:
         super().spoil(layer)
@@ -53,14 +53,14 @@ class LimitsTheGradientOfExperts(LastExpertsWrapper):
     origin=Origin.MESH,
 )
 class NamesExpertsInReversedOrder(ExpertsWrapper):
-    """The full state dict has the experts of the last rank under the names of the first rank's, and the other way."""
+    """Names the experts in reversed order in the full state dict, so that ranks' experts have each other's names."""
 
     def full_state_dict(self) -> dict[str, Tensor]:
         full: dict[str, Tensor] = self.base.full_state_dict()
         return {name: full[self.mirror(name)] for name in full}
 
     def mirror(self, name: str) -> str:
-        """Return the name of the expert as far from the end as that of ``name`` is from the beginning."""
+        """Return ``name`` with the number of its expert counted from the end."""
         last = EXPERTS - 1 if self.size > 1 else 0
         return re.sub(r"(?<=\.experts\.)\d+", lambda number: str(abs(last - int(number[0]))), name)
 
@@ -72,7 +72,7 @@ class NamesExpertsInReversedOrder(ExpertsWrapper):
     origin=Origin.MESH,
 )
 class BuffersStandStillOnTheLastExpertRank(LastExpertsWrapper):
-    """A forward on the last rank of the experts runs on copies of the buffers, so that they keep their first values."""
+    """Restores the buffers after each forward on the last rank of the experts, so that they never change."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         before = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
@@ -89,7 +89,7 @@ class BuffersStandStillOnTheLastExpertRank(LastExpertsWrapper):
     origin=Origin.MESH,
 )
 class RoundsTheBuffersOfTheLastExpertRank(LastExpertsWrapper):
-    """A step rounds the buffers of the last rank of the experts to bf16."""
+    """Rounds the buffers of the last rank of the experts to bf16 in a step."""
 
     def step(self) -> None:
         self.base.step()

@@ -33,7 +33,7 @@ class KnowsItsExperts(ExpertsWrapper):
 
 @mutant(FaultKind.STATE, on_steps("state.resume", "sgd", Part.OPTIMIZER, f"{EXPERTS}/*"), origin=Origin.MESH)
 class LoadsNoStateOfExperts(KnowsItsExperts):
-    """A load zeroes the optimizer state of all experts, and restores that of the other layers."""
+    """Zeroes the optimizer state of all experts in a load, and restores the state of the other layers."""
 
     def load(self, path: Path) -> None:
         self.base.load(path)
@@ -44,7 +44,7 @@ class LoadsNoStateOfExperts(KnowsItsExperts):
 
 @mutant(FaultKind.STATE, on_steps("state.one_folder", "loaded_between", Part.GATHER), origin=Origin.MESH)
 class LoadsOldWeightsOfTheLastRanksExperts(KnowsItsExperts):
-    """The experts of the last rank of ep stay as they were before a load."""
+    """Does not load the experts of the last rank of ep, which keep their weights from before the load."""
 
     def load(self, path: Path) -> None:
         before = [param.detach().clone() for param in self.own]
@@ -60,7 +60,7 @@ class LoadsOldWeightsOfTheLastRanksExperts(KnowsItsExperts):
     origin=Origin.MESH,
 )
 class LosesTheFirstMicroBatchOfExperts(KnowsItsExperts):
-    """Experts add no gradient in the first backward of a step, and the other layers do."""
+    """Drops the gradients of experts, but of no other layers, in the first backward of a step."""
 
     def spoil(self, layer: Any) -> None:
         super().spoil(layer)
@@ -69,7 +69,7 @@ class LosesTheFirstMicroBatchOfExperts(KnowsItsExperts):
             param.register_hook(lambda grad, param=param: self.without_first(param, grad))
 
     def without_first(self, param: nn.Parameter, grad: Tensor) -> Tensor:
-        """Return zeros for the first gradient of a parameter since a step, and later ones as they are."""
+        """Return zeros for the first gradient of a parameter since a step, and later gradients unchanged."""
         if param in self.seen:
             return grad
         self.seen.add(param)
@@ -88,7 +88,7 @@ class LosesTheFirstMicroBatchOfExperts(KnowsItsExperts):
     origin=Origin.MESH,
 )
 class StepsExpertsByTheFirstRate(KnowsItsExperts):
-    """The learning-rate schedule goes on for the other layers, and experts keep their first rate."""
+    """Keeps the first learning rate for experts, while the schedule advances for the other layers."""
 
     def step(self) -> None:
         groups = seams_engines.deepspeed_optimizer(self.base).param_groups
@@ -101,7 +101,7 @@ class StepsExpertsByTheFirstRate(KnowsItsExperts):
 
 
 def on_overflow(variant: str, parameter: str) -> Target:
-    """Return a target of the law of an expert whose gradient is not finite."""
+    """Return a target of the law mesh.expert_not_finite."""
     return on_steps("mesh.expert_not_finite", variant, Part.OPTIMIZER, parameter, model="routed")
 
 
@@ -115,7 +115,7 @@ class KnowsItsOverflow(KnowsItsExperts):
 
 @mutant(FaultKind.RANKS, on_overflow("inf", "moe.experts.2.*"), origin=Origin.MESH)
 class LeavesOutExpertsThatOverflow(KnowsItsOverflow):
-    """A step leaves out the experts of a rank on which one overflows, and moves everything else."""
+    """Leaves all experts of a rank out of a step if one of them overflows, and updates all other weights."""
 
     def step(self) -> None:
         for param in () if self.own_is_finite() else self.own:
@@ -125,7 +125,7 @@ class LeavesOutExpertsThatOverflow(KnowsItsOverflow):
 
 @mutant(FaultKind.RANKS, on_overflow("nan", "outcome"), origin=Origin.MESH)
 class RaisesWhereAnExpertOverflows(KnowsItsOverflow):
-    """All ranks make the step, and the one whose expert overflows raises after it."""
+    """Makes the step on all ranks, and then raises on the rank whose expert overflows."""
 
     def step(self) -> None:
         is_finite = self.own_is_finite()
@@ -140,7 +140,7 @@ class RaisesWhereAnExpertOverflows(KnowsItsOverflow):
     origin=Origin.MESH,
 )
 class LoadsRoundedMastersOfExperts(ExpertsWrapper):
-    """In bf16 a load rounds the fp32 masters of experts, as if it copied the weights, and no others."""
+    """In bf16, rounds the fp32 masters of experts, but no other masters, in a load, as if it copied the weights."""
 
     stages = (1, 2)
 

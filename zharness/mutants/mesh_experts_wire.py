@@ -1,4 +1,4 @@
-"""Define mutants of what ranks send for experts: tokens and gradients. They are DeepSpeed's MoE, and need DeepSpeed."""
+"""Define mutants of the traffic of tokens and gradients of experts. They wrap DeepSpeed's MoE, and need DeepSpeed."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from zharness.parity import Part
 
 
 def on_wire(parameter: str, world_size: int = 2) -> Target:
-    """Return a target of the law of what ranks send along each axis."""
+    """Return a target of the law mesh.wire."""
     return Target("mesh.wire", Part.REDUCTION, "routed", parameter=parameter, world_size=world_size, mesh="ep2")
 
 
 @mutant(FaultKind.RESOURCES, on_wire("elements of activations along dp_shard,ep"), origin=Origin.MESH)
 class SendsTokensToExpertsAgain(ExpertsWrapper):
-    """The tokens that experts get are exchanged once more, and the result is thrown away."""
+    """Exchanges the tokens of experts once more, and discards the result."""
 
     def spoil(self, layer: Any) -> None:
         layer.experts.register_forward_pre_hook(lambda _module, inputs: self.exchange(layer, inputs[0]))
@@ -33,7 +33,7 @@ class SendsTokensToExpertsAgain(ExpertsWrapper):
 
 @mutant(FaultKind.REDUCE_DTYPE, on_wire("activations along dp_shard,ep"), origin=Origin.MESH)
 class SendsTokensToExpertsInBf16(ExpertsWrapper):
-    """Tokens are sent to their experts in bfloat16, which holds the integers of an exact model."""
+    """Sends tokens to their experts in bfloat16, which represents the integers of an exact model exactly."""
 
     def spoil(self, layer: Any) -> None:
         layer.register_forward_pre_hook(lambda _module, inputs: (inputs[0].bfloat16(), *inputs[1:]))
@@ -43,7 +43,7 @@ class SendsTokensToExpertsInBf16(ExpertsWrapper):
 
 @mutant(FaultKind.RESOURCES, on_wire("elements of gradients along dp_shard", 4), origin=Origin.MESH)
 class ReducesTheGradientsOfExpertsAgain(ExpertsWrapper):
-    """Each backward also all-reduces buffers of the gradients of experts over the ranks that have the same ones."""
+    """In each backward, also all-reduces gradient buffers of experts over the ranks that have the same experts."""
 
     def spoil(self, layer: Any) -> None:
         self.shapes = [param.shape for param in layer.experts.parameters()]

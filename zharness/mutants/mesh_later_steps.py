@@ -1,6 +1,6 @@
-"""Define mutants on tp that are right in a first backward: they are wrong at later weights, or after another call.
+"""Define mutants on tp that are right in a first backward, and wrong at later weights or after another call.
 
-The laws that kill them have random models, whose gradients are judged by tier C there, or the exact one in place of it.
+The laws that kill these mutants use random models, whose gradients tier C judges on tp, or use the exact model instead.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zharness.parity import Part
 
 
 def on_two_ranks(law: str, part: Part | None = Part.REDUCTION, variant: str = "", model: str = "mlp") -> Target:
-    """Return a target on two ranks of tp, which have one micro-batch."""
+    """Return a target on two ranks of tp, which train one micro-batch."""
     return Target(law, part, model, variant, mesh=TP2)
 
 
@@ -42,7 +42,7 @@ class CountsSteps(MeshWrapper):
     origin=Origin.MESH,
 )
 class RoundsSplitGradientsOfLaterSteps(CountsSteps):
-    """After the first step, gradients of weights that tp splits are rounded to bf16."""
+    """After the first step, rounds to bf16 the gradients of weights that tp splits."""
 
     def spoil_gradients(self) -> None:
         for param in self.split_params() if self.steps else ():
@@ -51,7 +51,7 @@ class RoundsSplitGradientsOfLaterSteps(CountsSteps):
 
 @mutant(FaultKind.OPTIMIZER, on_two_ranks("training.free_running", Part.OPTIMIZER), origin=Origin.MESH)
 class DecaysSplitWeightsTwice(CountsSteps):
-    """After the first step, each step shrinks the weights of the second rank of tp by 0.1 % once more."""
+    """After the first step, shrinks the split weights of the second rank of tp by 0.1 % once more in each step."""
 
     def step(self) -> None:
         super().step()
@@ -67,7 +67,7 @@ class DecaysSplitWeightsTwice(CountsSteps):
     origin=Origin.MESH,
 )
 class EvaluatesWithItsOwnPart(MeshWrapper):
-    """A forward in evaluation mode or without gradients does not sum the outputs of a row-wise layer over tp."""
+    """Does not sum the outputs of a row-wise layer over tp in a forward in evaluation mode or without gradients."""
 
     stages = (3,)
 
@@ -83,7 +83,7 @@ class EvaluatesWithItsOwnPart(MeshWrapper):
 
 @mutant(FaultKind.CONTRIBUTION, on_two_ranks("training.several_backwards", model="exact"), origin=Origin.MESH)
 class KeepsTheLastBackwardOfSplitWeights(MeshWrapper):
-    """On the second rank of tp, a backward replaces the gradients of split weights, unless a step came before it."""
+    """On the second rank of tp, zeroes the gradients of split weights before each backward, so they do not add up."""
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         for param in self.split_params() if self.coordinates[TENSOR] else ():
@@ -98,7 +98,7 @@ class KeepsTheLastBackwardOfSplitWeights(MeshWrapper):
     origin=Origin.MESH,
 )
 class LimitsSplitGradients(MeshWrapper):
-    """No element of a split weight's gradient is above 32."""
+    """Clamps each element of a split weight's gradient to the range from -32 to 32."""
 
     def spoil_gradients(self) -> None:
         for param in self.split_params():
@@ -107,7 +107,7 @@ class LimitsSplitGradients(MeshWrapper):
 
 @mutant(FaultKind.PARAMETERS, on_two_ranks("parameters.deferred", Part.GATHER), origin=Origin.MESH)
 class LeavesDeferredPartsAtZero(MeshWrapper):
-    """Of a model on the meta device, the part that the second rank of tp has of a split weight is zero."""
+    """Zeroes the second tp rank's part of a split weight if the model was on the meta device."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         is_deferred = any(param.is_meta for param in model.parameters())
@@ -119,7 +119,7 @@ class LeavesDeferredPartsAtZero(MeshWrapper):
 
 @mutant(FaultKind.STATE, on_two_ranks("state.reshard", Part.OPTIMIZER), origin=Origin.MESH)
 class LoadsNoSplitStateOfAnotherStage(MeshWrapper):
-    """At stage 3 a load leaves the optimizer state of weights that tp splits at zero."""
+    """At stage 3, zeroes in a load the optimizer state of weights that tp splits."""
 
     stages = (2, 3)
 
@@ -132,7 +132,7 @@ class LoadsNoSplitStateOfAnotherStage(MeshWrapper):
 
 @mutant(FaultKind.STATE, on_two_ranks("state.consolidate", Part.GATHER, model="mixed_exact"), origin=Origin.MESH)
 class TheFullStateDictHasReversedColumns(MeshWrapper):
-    """The full state dict has the columns of weights that a row-wise layer splits in reversed order."""
+    """Reverses the columns of a row-wise layer's weight in the full state dict."""
 
     def full_state_dict(self) -> dict[str, Tensor]:
         full: dict[str, Tensor] = self.base.full_state_dict()

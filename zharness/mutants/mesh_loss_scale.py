@@ -1,4 +1,4 @@
-"""Define mutants in which a rank of a mesh has a loss scale, or skips a step, of its own."""
+"""Define mutants in which some ranks of a mesh have another loss scale, or skip another step, than the other ranks."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from zharness.parity import Part
 
 
 def on_scale(mesh: str, model: str, parameter: str = "loss scale") -> Target:
-    """Return a target on two ranks of the law of the loss scale."""
+    """Return a target of the law mesh.loss_scale on two ranks."""
     return Target("mesh.loss_scale", Part.OPTIMIZER, model, "autocast", parameter=parameter, mesh=mesh)
 
 
 def on_overflow(mesh: str, model: str) -> Target:
-    """Return a target on two ranks of the law of the loss scale, which names the axis along which weights moved."""
+    """Return a target of the law mesh.loss_scale on two ranks, whose cause names the axis along which weights moved."""
     cause = f"a step with an overflow changed it, on some of the ranks along {mesh[:2]} alone"
     return replace(on_scale(mesh, model, "*"), cause=cause)
 
 
 class KeepsItsScale(LastRankWrapper):
-    """The base class of mutants whose last rank of an axis halves its loss scale after each step, alone."""
+    """The base class of mutants that halve the loss scale after each step only on the last rank of an axis."""
 
     stages = (1, 2)
 
@@ -43,26 +43,26 @@ class KeepsItsScale(LastRankWrapper):
 
 @mutant(FaultKind.LOSS_SCALE, on_scale("tp2", "mixed_exact"), origin=Origin.MESH)
 class HalvesTheScaleOfATensorRank(KeepsItsScale):
-    """The last rank of tp halves its loss scale after each step, and no other rank does."""
+    """Halves the loss scale after each step only on the last rank of tp."""
 
 
 @mutant(FaultKind.LOSS_SCALE, on_scale("cp2", "mixed_context"), origin=Origin.MESH)
 class HalvesTheScaleOfASequenceRank(KeepsItsScale):
-    """The last rank of a sequence halves its loss scale after each step, and no other rank does."""
+    """Halves the loss scale after each step only on the last rank of a sequence."""
 
     axis = CONTEXT
 
 
 @mutant(FaultKind.LOSS_SCALE, on_scale("ep2", "mixed_routed"), origin=Origin.MESH)
 class HalvesTheScaleOfAnExpertRank(KeepsItsScale):
-    """The last rank of the experts halves its loss scale after each step, and no other rank does."""
+    """Halves the loss scale after each step only on the last rank of the experts."""
 
     axis = EXPERT
 
 
 @mutant(FaultKind.RANKS, on_scale("cp2", "mixed_context", parameter="*"), origin=Origin.MESH)
 class SkipsTheStepAfterAnOverflow(LastRankWrapper):
-    """The last rank of a sequence makes the step after one that overflowed with gradients of zero, alone."""
+    """On the last rank of a sequence only, zeroes the gradients in the step after a step that overflowed."""
 
     stages = (0,)
     axis = CONTEXT
@@ -81,10 +81,10 @@ class SkipsTheStepAfterAnOverflow(LastRankWrapper):
 
 
 class StepsThroughAnOverflow(LastRankWrapper):
-    """The base class of mutants whose ranks but the last one of an axis step through an overflow.
+    """The base class of mutants that step through an overflow on all ranks of an axis but the last one.
 
-    They move what all ranks of the axis have by its gradients, of which infinite elements are zeros. The loss scale is
-    that of a skipped step on every rank.
+    These ranks update the weights that all ranks of the axis have by the gradients, with zeros for infinite elements.
+    The loss scale is that of a skipped step on every rank.
     """
 
     stages = (1, 2)
@@ -96,7 +96,7 @@ class StepsThroughAnOverflow(LastRankWrapper):
             return
         with torch.no_grad():
             for name, param in self.copied():
-                if name in grads:  # a frozen one has none
+                if name in grads:  # a frozen parameter has no gradient
                     param.sub_(grads[name].nan_to_num(0.0, 0.0, 0.0))
 
     def skips(self, grads: Mapping[str, Tensor]) -> bool:
@@ -106,7 +106,7 @@ class StepsThroughAnOverflow(LastRankWrapper):
 
 @mutant(FaultKind.LOSS_SCALE, on_overflow("tp2", "mixed_exact"), origin=Origin.MESH)
 class StepsThroughAnOverflowOfATensorRank(StepsThroughAnOverflow):
-    """The ranks of tp but the last one make a step in which a gradient overflows, and the last one skips it."""
+    """If a gradient overflows, skips the step on the last rank of tp only; the other ranks make the step."""
 
 
 @mutant(
@@ -115,7 +115,7 @@ class StepsThroughAnOverflowOfATensorRank(StepsThroughAnOverflow):
     origin=Origin.MESH,
 )
 class AsksTheLastTensorRankForAnOverflow(StepsThroughAnOverflow):
-    """The ranks of tp skip a step if the last one's part of the first layer overflows, and not if another's does."""
+    """Skips a step on tp if the last rank's part of the first layer overflows, but not if only another part does."""
 
     def skips(self, grads: Mapping[str, Tensor]) -> bool:
         last = grads["first.weight"].chunk(self.config.mesh.size(TENSOR))[-1]
@@ -124,14 +124,14 @@ class AsksTheLastTensorRankForAnOverflow(StepsThroughAnOverflow):
 
 @mutant(FaultKind.LOSS_SCALE, on_overflow("cp2", "mixed_context"), origin=Origin.MESH)
 class StepsThroughAnOverflowOfASequenceRank(StepsThroughAnOverflow):
-    """The ranks of a sequence but the last one make a step in which a gradient overflows, and the last one skips it."""
+    """If a gradient overflows, skips the step on the last rank of a sequence only; the other ranks make the step."""
 
     axis = CONTEXT
 
 
 @mutant(FaultKind.LOSS_SCALE, on_overflow("ep2", "mixed_routed"), origin=Origin.MESH)
 class StepsThroughAnOverflowOfAnExpertRank(StepsThroughAnOverflow):
-    """The ranks of experts but the last one make a step in which an expert overflows, and the last one skips it."""
+    """If an expert overflows, skips the step on the last rank of the experts only; the other ranks make the step."""
 
     axis = EXPERT
 
@@ -146,7 +146,7 @@ class StepsThroughAnOverflowOfAnExpertRank(StepsThroughAnOverflow):
     origin=Origin.MESH,
 )
 class HidesAnOverflowFromASequenceRank(LastRankWrapper):
-    """The last rank of a sequence reads zeros for the infinite elements of gradients, and no other rank does."""
+    """Returns zeros for the infinite elements of gradients on the last rank of a sequence only."""
 
     axis = CONTEXT
 
@@ -156,7 +156,7 @@ class HidesAnOverflowFromASequenceRank(LastRankWrapper):
 
 
 def on_copy(parameter: str, cause: str = "") -> Target:
-    """Return a target on two copies of the law of the loss scale, in fp16."""
+    """Return a target of the law mesh.loss_scale on two copies, in fp16."""
     return on_mesh("mesh.loss_scale", Part.OPTIMIZER, "mixed", REP2, parameter=parameter, variant="fp16", cause=cause)
 
 
@@ -166,7 +166,7 @@ def on_copy(parameter: str, cause: str = "") -> Target:
     origin=Origin.MESH,
 )
 class StepsThroughAnOverflowOfACopy(CopiesWrapper):
-    """The copies but the last one make a step in which a gradient overflows, and the last one skips it."""
+    """If a gradient overflows, skips the step on the last copy only; the other copies make the step."""
 
     def spoil(self) -> None:
         updates: list[Callable[[Mapping[str, Tensor]], None]] = []
@@ -194,7 +194,7 @@ class StepsThroughAnOverflowOfACopy(CopiesWrapper):
     origin=Origin.MESH,
 )
 class HalvesTheScaleOfACopy(CopiesWrapper):
-    """The last copy halves its loss scale after each step, and no other copy does."""
+    """Halves the loss scale after each step only on the last copy."""
 
     def step(self) -> None:
         self.base.step()

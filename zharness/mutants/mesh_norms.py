@@ -19,7 +19,7 @@ from zharness.parity import Part
     origin=Origin.MESH,
 )
 class NormCountsBiasesAfterSums(MeshWrapper):
-    """The norm that clips counts the bias of a row-wise layer, which every rank of tp has, once for each of them."""
+    """Clips by a norm that counts the bias of a row-wise layer, which all tp ranks have, once for each rank of tp."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         self.limit = config.clip

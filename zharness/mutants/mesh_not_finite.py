@@ -1,4 +1,4 @@
-"""Define mutants in which ranks of a mesh take a gradient that is not finite on one coordinate in different ways."""
+"""Define mutants in which ranks of a mesh treat a gradient that is not finite on one coordinate differently."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zharness.parity import Part
 
 
 def on_not_finite(variant: str, part: Part = Part.OPTIMIZER, mesh: str = "tp2", parameter: str = "*") -> Target:
-    """Return a target of the law of a gradient that is not finite on one coordinate."""
+    """Return a target of the law mesh.not_finite."""
     return on_mesh("mesh.not_finite", part, mesh=mesh, parameter=parameter, variant=variant)
 
 
@@ -29,7 +29,7 @@ class KnowsOwnGradients(MeshWrapper):
 
 @mutant(FaultKind.RANKS, on_not_finite("inf", parameter="first.weight"), origin=Origin.MESH)
 class SkipsTheStepWhereItOverflowed(KnowsOwnGradients):
-    """The ranks whose own part of the gradients is not finite leave the step out, and the others make it."""
+    """Skips the step only on the ranks whose own part of the gradients is not finite; the other ranks make the step."""
 
     def step(self) -> None:
         if self.own_is_finite():
@@ -38,7 +38,7 @@ class SkipsTheStepWhereItOverflowed(KnowsOwnGradients):
 
 @mutant(FaultKind.RANKS, on_not_finite("nan", parameter="outcome"), origin=Origin.MESH)
 class RaisesWhereItOverflowed(KnowsOwnGradients):
-    """The ranks whose own part of the gradients is not finite raise, and the others make the step."""
+    """Raises only on the ranks whose own part of the gradients is not finite; the other ranks make the step."""
 
     def step(self) -> None:
         if not self.own_is_finite():
@@ -48,7 +48,7 @@ class RaisesWhereItOverflowed(KnowsOwnGradients):
 
 @mutant(FaultKind.CLIPPING, on_not_finite("inf_clipped"), origin=Origin.MESH)
 class ClipsByTheNormOfItsTensorRank(MeshWrapper):
-    """Each rank of tp clips by the norm of its own parts, which is finite on the first and infinite on the second."""
+    """Clips on each rank of tp by its own parts' norm, which is finite on the first rank and infinite on the second."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -71,7 +71,7 @@ class ClipsByTheNormOfItsTensorRank(MeshWrapper):
 
 @mutant(FaultKind.CLIPPING, on_not_finite("nan_clipped", Part.REDUCTION, parameter="*norm"), origin=Origin.MESH)
 class NormOfTheFirstTensorRankIsFinite(MeshWrapper):
-    """The norm that a rank reports leaves out the elements that are not finite."""
+    """Leaves the elements that are not finite out of the norm that each rank reports."""
 
     def step(self) -> None:
         finite = [local_grad(param).nan_to_num(0.0, 0.0, 0.0).double().square().sum() for _, param in self.params()]
@@ -83,7 +83,7 @@ class NormOfTheFirstTensorRankIsFinite(MeshWrapper):
 
 @mutant(FaultKind.CONTRIBUTION, on_not_finite("nan"), origin=Origin.MESH)
 class StepsByTheFiniteElements(MeshWrapper):
-    """A step takes zero for the elements of a gradient that are not finite."""
+    """Replaces the elements of a gradient that are not finite by zero, and makes the step."""
 
     def step(self) -> None:
         for _, param in self.params():
@@ -93,7 +93,7 @@ class StepsByTheFiniteElements(MeshWrapper):
 
 @mutant(FaultKind.RANKS, on_not_finite("inf", mesh=REP2), origin=Origin.MESH)
 class TheSecondCopySkipsTheStep(MeshWrapper):
-    """The second copy leaves a step out whose gradients are not finite anywhere, and the first makes it."""
+    """If a gradient is not finite, skips the step on the second copy only; the first copy makes the step."""
 
     def step(self) -> None:
         bad = torch.stack([~local_grad(param).isfinite().all() for _, param in self.params()]).any().float()

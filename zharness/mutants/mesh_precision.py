@@ -1,4 +1,4 @@
-"""Define mutants of tensor parallelism that are wrong in low precision alone: under autocast, with masters, in bf16."""
+"""Define mutants of tensor parallelism that are wrong only in low precision: under autocast, with masters, in bf16."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from zharness.parity import Part
     origin=Origin.MESH,
 )
 class AddsTheBiasOutsideOfAutocast(MeshWrapper):
-    """Under autocast a column-wise layer returns float32, the dtype of its bias, as DeepSpeed's does."""
+    """Under autocast, returns float32, the dtype of the bias, from a column-wise layer, like DeepSpeed's layer."""
 
     def spoil_modules(self) -> None:
         if "first" in self.config.tp_plan:
@@ -37,7 +37,7 @@ class AddsTheBiasOutsideOfAutocast(MeshWrapper):
     origin=Origin.MESH,
 )
 class EvaluatesSplitLayersWithTheFirstWeights(MeshWrapper):
-    """Without gradients a split layer's output has the bias of the first forward, as a kept copy of it would give."""
+    """In a forward without gradients, uses the bias of the first forward instead of a split layer's current bias."""
 
     def spoil_modules(self) -> None:
         self.kept: Tensor | None = None
@@ -56,7 +56,7 @@ class EvaluatesSplitLayersWithTheFirstWeights(MeshWrapper):
     origin=Origin.MESH,
 )
 class RoundsMastersOverTensorRanks(EngineWrapper):
-    """With AutoTP a step writes the fp32 masters back from the bf16 weights."""
+    """With AutoTP, overwrites the fp32 masters with the bf16 weights in a step."""
 
     wraps = "deepspeed"
     stages: ClassVar[tuple[int, ...]] = (2,)
@@ -82,7 +82,7 @@ class RoundsMastersOverTensorRanks(EngineWrapper):
     origin=Origin.MESH,
 )
 class ReturnsPlainTuplesOverTensorRanks(MeshWrapper):
-    """In low precision tensor parallelism returns a plain tuple where the model returns a named one."""
+    """In low precision on tp, returns a plain tuple where the model returns a named tuple."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         output = super().__call__(*args, **kwargs)

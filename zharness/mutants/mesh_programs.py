@@ -1,4 +1,4 @@
-"""Define mutants of a mesh that are wrong in a product: one coordinate, in one state of the engine, in one call."""
+"""Define mutants of a mesh that are wrong only on one coordinate, in one state of the engine, in one call."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from zharness.parity import Part
     origin=Origin.MESH,
 )
 class AttendsWithinEachPartInEvaluation(UlyssesWrapper):
-    """A forward in evaluation mode under no_grad exchanges nothing: each rank attends to its own part alone."""
+    """In evaluation mode under no_grad, exchanges nothing in attention: each rank attends to its own part alone."""
 
     def spoil(self) -> None:
         for attention in find_attention(self.module):
             attention.register_forward_hook(self.stay_within)
 
     def stay_within(self, module: Any, inputs: Any, output: Tensor) -> Tensor:
-        """Return the output of attention within this rank's part of the sequence, in an evaluation."""
+        """Return, in an evaluation, the output of attention within this rank's part of the sequence."""
         if module.training or torch.is_grad_enabled():
             return output
         within: Tensor = module.attention.local_attn(*inputs)
@@ -47,7 +47,7 @@ class AttendsWithinEachPartInEvaluation(UlyssesWrapper):
 
 @mutant(FaultKind.RANKS, on_dropout("dropped_heads", parameter="masks of drop_*", variant="masks"), origin=Origin.MESH)
 class DrawsTheNumbersOfTheFirstDataRank(MeshWrapper):
-    """A forward in training mode draws the random numbers of the first rank of the data, on all of them."""
+    """In a forward in training mode, draws the random numbers of the first data rank on all data ranks."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.config.mesh.sizes and self.module.training:
@@ -65,7 +65,7 @@ class DrawsTheNumbersOfTheFirstDataRank(MeshWrapper):
     origin=Origin.MESH,
 )
 class ForgetsUnreducedInForwardsOfTheSecondCopy(MeshWrapper):
-    """On the second copy of the weights, a forward without gradients forgets those that no_sync blocks have left."""
+    """In a forward without gradients, zeroes the second copy's gradients that no_sync blocks left unreduced."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         output = self.base(*args, **kwargs)
@@ -80,7 +80,7 @@ class ForgetsUnreducedInForwardsOfTheSecondCopy(MeshWrapper):
     origin=Origin.MESH,
 )
 class ClipsTighterAfterNoSyncOnTheSecondTensorRank(MeshWrapper):
-    """On the second rank of tp, a step after a no_sync block clips to half of the norm."""
+    """On the second rank of tp, clips to half of the configured norm in a step after a no_sync block."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -107,7 +107,7 @@ class ClipsTighterAfterNoSyncOnTheSecondTensorRank(MeshWrapper):
     origin=Origin.MESH,
 )
 class SchedulesMicroBatchesOnTheSecondTensorRank(CountsMicroBatches):
-    """On the second rank of tp, each micro-batch of a window is a step of the learning-rate schedule."""
+    """On the second rank of tp, advances the learning-rate schedule at each micro-batch of a window."""
 
     wraps = "deepspeed"
     stages = (0, 1, 2)
@@ -130,7 +130,7 @@ class SchedulesMicroBatchesOnTheSecondTensorRank(CountsMicroBatches):
     origin=Origin.MESH,
 )
 class ClipsNoExpert(ExpertsWrapper):
-    """The norm is that of all gradients, and clips those of the layers that are no experts."""
+    """Computes the norm of all gradients, but clips only the gradients of layers that are not experts."""
 
     stages = (1, 2)
 
@@ -141,7 +141,7 @@ class ClipsNoExpert(ExpertsWrapper):
             seams_engines.wrap_global_norm(self.base, lambda original: lambda: self.enlarge_experts(original(), limit))
 
     def enlarge_experts(self, norm: Tensor, limit: float) -> Tensor:
-        """Multiply the gradients of experts by what clipping to ``limit`` divides them by, and return the norm."""
+        """Multiply the gradients of experts by the divisor of clipping to ``limit``, and return the norm."""
         factor = (norm + 1e-6) / limit
         seams_engines.scale_expert_gradients(self.base, factor.clamp(min=1.0))
         return norm
@@ -153,13 +153,13 @@ class ClipsNoExpert(ExpertsWrapper):
     origin=Origin.MESH,
 )
 class DropsTokensOverTheCapacityInEvaluation(ExpertsWrapper):
-    """In evaluation an expert drops the tokens over its capacity, which is 4 at least."""
+    """In an evaluation, drops the tokens of an expert above the expert's capacity, which is at least 4."""
 
     def spoil(self, layer: Any) -> None:
         layer.gate.register_forward_pre_hook(self.drop_in_evaluation)
 
     def drop_in_evaluation(self, gate: Any, _inputs: Any) -> None:
-        """Drop tokens in the gate's next forward, if that is an evaluation."""
+        """Make the gate drop tokens in its next forward if this forward is an evaluation."""
         gate.drop_tokens = not gate.training
 
 
@@ -169,7 +169,7 @@ class DropsTokensOverTheCapacityInEvaluation(ExpertsWrapper):
     origin=Origin.MESH,
 )
 class RoundsSplitMastersAfterAStep(MeshWrapper):
-    """In bf16 a step writes the fp32 weights of split layers back from their bf16 copies."""
+    """In bf16, overwrites the fp32 weights of split layers with their bf16 copies in a step."""
 
     @torch.no_grad()
     def step(self) -> None:

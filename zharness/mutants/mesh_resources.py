@@ -1,6 +1,6 @@
-"""Define mutants of sequences and experts that read memory which nothing wrote, or call too much in Python.
+"""Define mutants of sequences and experts that read memory which nothing wrote, or make too many calls in Python.
 
-They need DeepSpeed.
+The mutants need DeepSpeed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zharness.parity import Part
 
 
 def add_unwritten(output: Tensor) -> Tensor:
-    """Return ``output`` and memory that nothing wrote, multiplied by the mask of its padding, which is 0."""
+    """Return ``output`` plus unwritten memory times 0, as if 0 were the mask of padding."""
     return output + 0 * torch.empty_like(output)
 
 
@@ -28,7 +28,7 @@ def add_unwritten(output: Tensor) -> Tensor:
     origin=Origin.MESH,
 )
 class MasksThePaddingOfPartsByZero(UlyssesWrapper):
-    """The parts of the output are joined in padded memory, whose padding is multiplied by 0 and never written."""
+    """Joins the parts of the output in padded memory, and multiplies the unwritten padding by 0."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         output = self.base(*args, **kwargs)
@@ -41,14 +41,14 @@ class MasksThePaddingOfPartsByZero(UlyssesWrapper):
     origin=Origin.MESH,
 )
 class MasksThePlacesOfMissingTokensByZero(ExpertsWrapper):
-    """The places of an expert that no token takes are multiplied by 0 and never written."""
+    """Multiplies the places of an expert that no token takes by 0, instead of writing zeros to these places."""
 
     def spoil(self, layer: Any) -> None:
         layer.experts.register_forward_hook(lambda _module, _inputs, output: add_unwritten(output))
 
 
 class LooksForNames(EngineWrapper):
-    """A base class of mutants that look for the name of each parameter among those of all, after each backward."""
+    """The base class of mutants that search all names for the name of each parameter after each backward."""
 
     size: int
 
@@ -68,7 +68,7 @@ class LooksForNames(EngineWrapper):
     origin=Origin.MESH,
 )
 class LooksForTheNameOfEachPart(LooksForNames, UlyssesWrapper):
-    """Looks for the name of each gradient that it sums over a sequence among all names."""
+    """Searches all names for the name of each gradient that is summed over a sequence."""
 
 
 @mutant(
@@ -77,4 +77,4 @@ class LooksForTheNameOfEachPart(LooksForNames, UlyssesWrapper):
     origin=Origin.MESH,
 )
 class LooksForTheNameOfEachExpert(LooksForNames, ExpertsWrapper):
-    """Looks for the name of each gradient among all names, to know whether it is an expert's."""
+    """Searches all names for the name of each gradient, to find out whether it belongs to an expert."""

@@ -1,6 +1,6 @@
-"""Define mutants of sequences and experts under checkpoints, evaluations and unused weights. They need DeepSpeed.
+"""Define mutants of sequences and experts with checkpoints, evaluations and unused weights. They need DeepSpeed.
 
-The laws that kill them have models of their own, for which others stand in on these axes.
+The laws that kill these mutants have models of their own; on these axes, stand-ins replace the models.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zharness.parity import Part
 
 
 def is_recomputing() -> bool:
-    """Return whether autograd runs a backward, so that a forward now is a recomputation."""
+    """Return whether a backward is running, so that the current forward is a recomputation."""
     return torch_private.current_graph_task_id() != -1
 
 
@@ -29,13 +29,13 @@ def is_recomputing() -> bool:
     origin=Origin.MESH,
 )
 class RecomputesAttentionInAnotherOrder(UlyssesWrapper):
-    """A recomputed attention gets the tokens of this rank's part in reversed order."""
+    """Reverses the order of this rank's queries and keys in a recomputed attention."""
 
     def spoil(self) -> None:
         change_inputs(self.module, self.reverse_recomputed)
 
     def reverse_recomputed(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        """Return the inputs of attention, reversed along the tokens within a backward."""
+        """Return the inputs of attention, with query and key reversed along the tokens if a backward is running."""
         return (query.flip(1), key.flip(1), value) if is_recomputing() else (query, key, value)
 
 
@@ -45,7 +45,7 @@ class RecomputesAttentionInAnotherOrder(UlyssesWrapper):
     origin=Origin.MESH,
 )
 class LosesAPartOfAWeightThatTheLastLeavesOut(UlyssesWrapper):
-    """Where a forward does not use a layer, the last rank of a sequence loses what it has of its gradients."""
+    """On the last rank of a sequence, drops the accumulated gradients of the layers that a forward does not use."""
 
     stages = (0,)
 
@@ -76,7 +76,7 @@ class LosesAPartOfAWeightThatTheLastLeavesOut(UlyssesWrapper):
     origin=Origin.MESH,
 )
 class RecomputesExpertsWithOtherTokens(ExpertsWrapper):
-    """A recomputed layer of experts gets the tokens in reversed order."""
+    """Gives a recomputed layer of experts the tokens in reversed order."""
 
     def spoil(self, layer: Any) -> None:
         layer.register_forward_pre_hook(
@@ -90,7 +90,7 @@ class RecomputesExpertsWithOtherTokens(ExpertsWrapper):
     origin=Origin.MESH,
 )
 class ForgetsExpertsInAnEvaluation(KnowsItsExperts):
-    """A forward without gradients clears those that this rank's experts have accumulated."""
+    """In a forward without gradients, clears the gradients that this rank's experts have accumulated."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         for parameter in () if torch.is_grad_enabled() else self.own:

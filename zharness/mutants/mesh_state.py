@@ -1,4 +1,4 @@
-"""Define mutants that break state across meshes: what tp splits, or what copies replicate, is saved or loaded wrong."""
+"""Define mutants that save or load a mesh's state wrongly: weights that tp splits, or weights that copies replicate."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from zharness.parity import Part
 
 
 def on_other_mesh(part: Part | None = Part.GATHER, model: str = "exact", mesh: str = "tp2", to: bool = True) -> Target:
-    """Return a target of the law of state across meshes, which loads on the others or on the mesh of the cell."""
+    """Return a target of the law mesh.other_mesh, which loads on other meshes (``to``) or on the mesh of the cell."""
     return on_mesh("mesh.other_mesh", part, model, mesh, variant="to_others" if to else "from_others")
 
 
 def on_full_state_dict(part: Part | None = Part.GATHER, model: str = "exact", cause: str = "") -> Target:
-    """Return a target of the law of the full state dict of a mesh."""
+    """Return a target of the law mesh.full_state_dict."""
     return on_mesh("mesh.full_state_dict", part, model, cause=cause)
 
 
 class LoadsOnMesh(MeshWrapper):
-    """The base class of mutants that load rightly on the default mesh, and spoil what they loaded on others."""
+    """The base class of mutants that load correctly on the default mesh, and damage loaded state on other meshes."""
 
     def load(self, path: Path) -> None:
         self.base.load(path)
@@ -42,7 +42,7 @@ class LoadsOnMesh(MeshWrapper):
 
 @mutant(FaultKind.STATE, on_other_mesh(to=False), origin=Origin.MESH)
 class LoadsSplitWeightsInReversedOrder(LoadsOnMesh):
-    """The second rank of tp loads its part of each split weight in reversed order."""
+    """On the second rank of tp, loads the rank's part of each split weight in reversed order."""
 
     def spoil_loaded(self) -> None:
         for param in self.split_params() if self.coordinates[TENSOR] else ():
@@ -51,7 +51,7 @@ class LoadsSplitWeightsInReversedOrder(LoadsOnMesh):
 
 @mutant(FaultKind.STATE, on_other_mesh(to=False), origin=Origin.MESH)
 class LoadsNoStateOfSplitWeights(LoadsOnMesh):
-    """A load leaves the optimizer state of weights that tp splits at zero."""
+    """In a load, zeroes the optimizer state of weights that tp splits."""
 
     def spoil_loaded(self) -> None:
         for param in self.split_params():
@@ -61,7 +61,7 @@ class LoadsNoStateOfSplitWeights(LoadsOnMesh):
 
 @mutant(FaultKind.STATE, on_other_mesh(to=False, mesh=REP2), origin=Origin.MESH)
 class LoadsTheFirstCopyAlone(LoadsOnMesh):
-    """A load leaves the weights of the second copy as they were."""
+    """Does not load the weights of the second copy."""
 
     def load(self, path: Path) -> None:
         before = [(param, param.to_local().detach().clone()) for _, param in self.params()]
@@ -73,13 +73,13 @@ class LoadsTheFirstCopyAlone(LoadsOnMesh):
 
 @mutant(
     FaultKind.STATE,
-    replace(on_other_mesh(), variant="to_others_adam"),  # the variants of SGD load on no mesh of two such axes
+    replace(on_other_mesh(), variant="to_others_adam"),  # the variants of SGD load on no mesh with two such axes
     replace(on_other_mesh(mesh=REP2), variant="to_others_adam"),
     on_other_mesh(mesh="tp4", to=False),
     origin=Origin.MESH,
 )
 class LoadsInnerPartsInReversedOrder(LoadsOnMesh):
-    """The second and third of four ranks of tp load their part of a split weight in reversed order."""
+    """On the second and third of four ranks of tp, loads the rank's part of a split weight in reversed order."""
 
     def spoil_loaded(self) -> None:
         for param in self.split_params() if self.tensor_size == 4 and self.coordinates[TENSOR] in (1, 2) else ():
@@ -100,7 +100,7 @@ class LoadsInnerPartsInReversedOrder(LoadsOnMesh):
     origin=Origin.MESH,
 )
 class LoadsMomentsOnTheFirstRankOfASequence(UlyssesWrapper):
-    """A load leaves the moments of which the second rank of a sequence has the partition at zero."""
+    """In a load, zeroes the moments in the partition of the second rank of a sequence."""
 
     stages: ClassVar[tuple[int, ...]] = (3,)
 
@@ -130,7 +130,7 @@ class SavesWrongly(MeshWrapper):
 
 @mutant(FaultKind.STATE, on_other_mesh(), origin=Origin.MESH)
 class SavesZerosOfTheSecondTensorRank(SavesWrongly):
-    """The checkpoint has zeros where the second rank of tp has its part of a split weight."""
+    """Saves zeros for the part of a split weight that the second rank of tp has."""
 
     def spoil_saved(self) -> None:
         for param in self.split_params() if self.coordinates[TENSOR] else ():
@@ -139,7 +139,7 @@ class SavesZerosOfTheSecondTensorRank(SavesWrongly):
 
 @mutant(FaultKind.STATE, on_full_state_dict(), origin=Origin.MESH)
 class TheFullStateDictHasOnePartTwice(MeshWrapper):
-    """The full state dict has the first half of the rows of each matrix in place of the second half, too."""
+    """In the full state dict, replaces the second half of the rows of each tensor by the first half."""
 
     def full_state_dict(self) -> dict[str, Tensor]:
         full: dict[str, Tensor] = self.base.full_state_dict()
@@ -151,7 +151,7 @@ class TheFullStateDictHasOnePartTwice(MeshWrapper):
 
 @mutant(FaultKind.STATE, on_full_state_dict(None, cause="Missing key(s) in state_dict"), origin=Origin.MESH)
 class TheFullStateDictLosesReplicatedWeights(MeshWrapper):
-    """The full state dict lacks the weights that tp does not split."""
+    """Leaves the weights that tp does not split out of the full state dict."""
 
     def full_state_dict(self) -> dict[str, Tensor]:
         full: dict[str, Tensor] = self.base.full_state_dict()
@@ -161,7 +161,7 @@ class TheFullStateDictLosesReplicatedWeights(MeshWrapper):
 
 @mutant(FaultKind.STATE, on_full_state_dict(None, "heads", "size mismatch for embed.weight"), origin=Origin.MESH)
 class TheFullStateDictIsEmptyBeyondTheFirstTensorRank(MeshWrapper):
-    """The full state dict has empty tensors on the second rank of tp."""
+    """Returns empty tensors in the full state dict on the second rank of tp."""
 
     def full_state_dict(self) -> dict[str, Tensor]:
         full: dict[str, Tensor] = self.base.full_state_dict()

@@ -17,7 +17,7 @@ from zharness.workload.exact_tokens import PADDING
 
 
 def on_token_loss(model: str, mesh: str = TP2, part: Part = Part.REDUCTION) -> Target:
-    """Return a target of the law of a loss over tokens."""
+    """Return a target of the law mesh.token_loss."""
     return on_mesh("mesh.token_loss", part, model, mesh)
 
 
@@ -31,7 +31,7 @@ class LogitsWrapper(MeshWrapper):
 
 @mutant(FaultKind.SCALE, on_token_loss("parallel_tokens"), origin=Origin.MESH)
 class SumsTheGradientOfLogitsOverTensorRanks(LogitsWrapper):
-    """The gradient of split logits is counted once for each rank of tp."""
+    """Counts the gradient of split logits once for each rank of tp."""
 
     def changed_output(self, module: nn.Module, inputs: Any, output: Any) -> Any:
         return self.tensor_size * output - (self.tensor_size - 1) * output.detach()
@@ -39,7 +39,7 @@ class SumsTheGradientOfLogitsOverTensorRanks(LogitsWrapper):
 
 @mutant(FaultKind.CONTRIBUTION, on_token_loss("sequence_tokens"), origin=Origin.MESH)
 class LosesTheGradientOfOneRanksLogits(LogitsWrapper):
-    """The logits of the second rank of tp get no gradient."""
+    """Gives the logits of the second rank of tp no gradient."""
 
     def changed_output(self, module: nn.Module, inputs: Any, output: Any) -> Any:
         return output.detach() + 0 * output if self.coordinates[TENSOR] else output
@@ -47,7 +47,7 @@ class LosesTheGradientOfOneRanksLogits(LogitsWrapper):
 
 @mutant(FaultKind.CONTRIBUTION, on_token_loss("parallel_tokens", part=Part.FORWARD), origin=Origin.MESH)
 class ShiftsTheLogitsOfOneRank(LogitsWrapper):
-    """The second rank of tp subtracts one from its logits, as if it had its own maximum in the softmax."""
+    """On the second rank of tp, subtracts one from the logits, as if the rank had its own maximum in the softmax."""
 
     def changed_output(self, module: nn.Module, inputs: Any, output: Any) -> Any:
         return output - float(self.coordinates[TENSOR])
@@ -55,7 +55,7 @@ class ShiftsTheLogitsOfOneRank(LogitsWrapper):
 
 @mutant(FaultKind.CONTRIBUTION, on_token_loss("tokens", REP2, Part.ACCUMULATION), origin=Origin.MESH)
 class KeepsTheLastMicroBatchAlone(MeshWrapper):
-    """Each backward drops the gradients of the micro-batches before it."""
+    """Drops the gradients of earlier micro-batches in each backward."""
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         self.base.zero_grad()
@@ -69,7 +69,7 @@ class KeepsTheLastMicroBatchAlone(MeshWrapper):
     origin=Origin.MESH,
 )
 class AveragesTheMeansOfRanks(MeshWrapper):
-    """The loss of a step is the mean over ranks of the mean over each rank's tokens, of all its micro-batches."""
+    """Computes a step's loss as the mean over ranks of each rank's mean over the tokens of all its micro-batches."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -94,13 +94,13 @@ def count_tokens(loss: Tensor) -> int:
 
 
 def find_targets(loss: Tensor) -> list[Tensor]:
-    """Return the targets of the cross-entropies of which ``loss`` is made."""
+    """Return the targets of the cross-entropies from which ``loss`` is computed."""
     targets = (getattr(node, "_saved_target", None) for node in walk_graph(loss.grad_fn))
     return [target for target in targets if target is not None and target.dim() == 1]
 
 
 def walk_graph(node: Any) -> Iterator[Any]:
-    """Return an iterator over the nodes from that of a loss along each one's first input."""
+    """Return an iterator over the nodes of an autograd graph, from ``node`` along the first input of each node."""
     while node is not None:
         yield node
         node = node.next_functions[0][0] if node.next_functions else None

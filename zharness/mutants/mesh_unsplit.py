@@ -1,4 +1,4 @@
-"""Define mutants that split over no axis, or over another one, what an axis splits, and compute the right numbers."""
+"""Define mutants that do not split weights over an axis, or split over another axis, and compute the right numbers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ALONG_COPIES = explain_number(REPLICATE)
 
 
 def on_owners(mesh: str, model: str, cause: str) -> Target:
-    """Return a target on two ranks of the law of replicas, which names the axis along which owners are too many."""
+    """Return a target of the law mesh.replicas on two ranks, which names the axis that has a wrong number of owners."""
     return Target("mesh.replicas", Part.GATHER, model, cause=f"{OWNERS}, {cause}", mesh=mesh)
 
 
@@ -32,7 +32,7 @@ def on_owners(mesh: str, model: str, cause: str) -> Target:
     origin=Origin.MESH,
 )
 class CopiesWeightsToAllRanks(MeshWrapper):
-    """Every rank has all weights, where the mesh has two copies of them, each in shards."""
+    """Gives every rank all weights, although the mesh has two sharded copies of the weights."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         copies = Mesh.parse(f"rep{dist.get_world_size()}")
@@ -41,7 +41,7 @@ class CopiesWeightsToAllRanks(MeshWrapper):
 
 @mutant(FaultKind.SHARDS, on_mesh("mesh.replicas", Part.GATHER, mesh=REP2, cause=ALONG_COPIES), origin=Origin.MESH)
 class ShardsAlongTheAxisOfCopies(MeshWrapper):
-    """The ranks of dp_replicate have the shards and those of dp_shard the copies, as with a transposed DeviceMesh."""
+    """Shards the weights over dp_replicate and copies them over dp_shard, as with a transposed DeviceMesh."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         has_copies = config.mesh.axes == (REPLICATE,)
@@ -56,7 +56,7 @@ class ShardsAlongTheAxisOfCopies(MeshWrapper):
     origin=Origin.MESH,
 )
 class SplitsNoLayerOverTensorRanks(MeshWrapper):
-    """The ranks of tp have shards of the data, with the same batch, where the plan splits layers over them."""
+    """Uses the ranks of tp as ranks of the data with the same batch, although the plan splits layers over tp."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, replace(config, mesh=DEFAULT_MESH) if config.mesh.size(TENSOR) > 1 else config)
@@ -64,7 +64,7 @@ class SplitsNoLayerOverTensorRanks(MeshWrapper):
 
 @mutant(FaultKind.SHARDS, on_owners("cp2", "context", "2 along cp instead of 1"), origin=Origin.MESH)
 class ShardsNothingOverSequenceRanks(EngineWrapper):
-    """The ranks of a sequence have whole weights and states, where each has to have a shard."""
+    """Keeps whole weights and optimizer state on the ranks of a sequence, although each rank should have a shard."""
 
     wraps = "deepspeed"
     stages = (1, 2)
@@ -75,7 +75,7 @@ class ShardsNothingOverSequenceRanks(EngineWrapper):
 
 @mutant(FaultKind.SHARDS, on_owners("ep2", "routed", "2 along ep instead of 1"), origin=Origin.MESH)
 class CopiesExpertsToAllRanks(EngineWrapper):
-    """Every rank of ep has all experts, where each has to have its own."""
+    """Keeps all experts on every rank of ep, although each rank should have its own experts."""
 
     wraps = "deepspeed"
 
@@ -84,7 +84,7 @@ class CopiesExpertsToAllRanks(EngineWrapper):
 
 
 class LeavesOutTheLast(EngineWrapper):
-    """The base class of mutants whose layout leaves out the last rank, so that no rank owns its shards."""
+    """The base class of mutants whose layout leaves out the last rank, so that no rank owns the last rank's shards."""
 
     wraps = "deepspeed"
 
@@ -97,11 +97,11 @@ class LeavesOutTheLast(EngineWrapper):
 
 @mutant(FaultKind.SHARDS, on_owners("cp2", "context", "0 along cp instead of 1"), origin=Origin.MESH)
 class LeavesOutTheLastSequenceRank(LeavesOutTheLast):
-    """No rank owns the shards of the last rank of a sequence."""
+    """Reports no owner for the shards of the last rank of a sequence in ``layout()``."""
 
     stages = (1, 2)
 
 
 @mutant(FaultKind.SHARDS, on_owners("ep2", "routed", "0 along ep instead of 1"), origin=Origin.MESH)
 class LeavesOutTheLastExpertRank(LeavesOutTheLast):
-    """No rank owns the experts of the last rank of ep."""
+    """Reports no owner for the experts of the last rank of ep in ``layout()``."""

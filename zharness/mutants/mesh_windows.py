@@ -1,4 +1,4 @@
-"""Define a mutant of FSDP2 with tensor parallelism that is wrong in the backwards of a no_sync block alone."""
+"""Define a mutant of FSDP2 with tensor parallelism that is wrong only in the backwards of a no_sync block."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zharness.mutants.mutant import FaultKind, Origin, mutant
 
 @mutant(FaultKind.CONTRIBUTION, on_mesh("mesh.no_sync", model="heads"), origin=Origin.MESH)
 class ColumnsKeepTheirInputGradientsInNoSync(MeshWrapper):
-    """In a no_sync block the gradient behind the column-wise layer ``up`` is that of this rank's columns alone."""
+    """In a no_sync block, gives the input of the column-wise layer ``up`` the gradient of this rank's columns alone."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         self.blocks: list[str] = []
@@ -28,12 +28,12 @@ class ColumnsKeepTheirInputGradientsInNoSync(MeshWrapper):
             layers["up"].register_forward_pre_hook(self.watch_input)
 
     def watch_input(self, module: Any, inputs: tuple[Any, ...]) -> None:
-        """Halve the gradient of the layer's input if this forward is in a no_sync block: the two ranks have parts."""
+        """Make backward keep this rank's part of the gradient of the layer's input if the forward is in no_sync."""
         if self.blocks and inputs[0].requires_grad:
             inputs[0].register_hook(self.keep_part)
 
     def keep_part(self, grad: Tensor) -> Tensor:
-        """Return a part of a gradient of which each rank of tp has one."""
+        """Return this rank's part of a gradient, to which each rank of tp contributes an equal part."""
         return grad / dist.get_world_size(self.tensor_group())
 
     @contextmanager

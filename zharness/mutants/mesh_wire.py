@@ -1,4 +1,4 @@
-"""Define mutants that send along one axis of a mesh other dtypes or other numbers of elements than they should."""
+"""Define mutants that send a wrong dtype or a wrong number of elements along one axis of a mesh."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zharness.parity import Part
 
 
 def on_wire(parameter: str, model: str = "sequence", mesh: str = "tp2") -> Target:
-    """Return a target of the law of what ranks send along each axis."""
+    """Return a target of the law mesh.wire."""
     return on_mesh("mesh.wire", Part.REDUCTION, model, mesh, parameter)
 
 
@@ -28,7 +28,7 @@ def on_wire(parameter: str, model: str = "sequence", mesh: str = "tp2") -> Targe
     imitates="https://github.com/pytorch/pytorch/issues/190626",
 )
 class ReducesOverTensorRanksInBf16(MeshWrapper):
-    """The gradients of layers on a part of the sequence are reduced over tp once more, in bfloat16."""
+    """Reduces the gradients of layers on a part of the sequence over tp once more, in bfloat16."""
 
     def spoil_gradients(self) -> None:
         for param in self.replicated_params():
@@ -39,7 +39,7 @@ class ReducesOverTensorRanksInBf16(MeshWrapper):
 
 @mutant(FaultKind.RESOURCES, on_wire("elements of gradients along tp"), origin=Origin.MESH)
 class ReducesReplicatedGradientsAgain(MeshWrapper):
-    """The gradients of weights that tp does not split, which are equal already, are averaged over tp."""
+    """Averages over tp the gradients of weights that tp does not split, although these gradients are equal already."""
 
     def spoil_gradients(self) -> None:
         for param in self.replicated_params():
@@ -48,7 +48,7 @@ class ReducesReplicatedGradientsAgain(MeshWrapper):
 
 @mutant(FaultKind.RESOURCES, on_wire("elements of gradients along dp_shard", "heads"), origin=Origin.MESH)
 class ReducesWholeGradientsOverTheData(MeshWrapper):
-    """Each backward also all-reduces buffers of whole gradients over the data, and uses none of them."""
+    """In each backward, also all-reduces buffers of whole gradients over the data, and discards the results."""
 
     def spoil_gradients(self) -> None:
         for _, param in self.params() if self.config.mesh.sizes else ():
@@ -57,7 +57,7 @@ class ReducesWholeGradientsOverTheData(MeshWrapper):
 
 @mutant(FaultKind.REDUCE_DTYPE, on_wire("gradients along dp_replicate", "heads", REP2), origin=Origin.MESH)
 class SumsCopiesInFloat64(CopiesWrapper):
-    """Shards of gradients are added up over the copies in float64, which takes twice the bytes."""
+    """Adds up shards of gradients over the copies in float64, which takes twice the bytes."""
 
     def spoil(self) -> None:
         def add_wide(shard: Tensor, original: Callable[[Tensor], Tensor]) -> Tensor:
@@ -68,7 +68,7 @@ class SumsCopiesInFloat64(CopiesWrapper):
 
 @mutant(FaultKind.RESOURCES, on_wire("elements of gradients along dp_replicate", "heads", REP2), origin=Origin.MESH)
 class SumsEachCopyAgain(CopiesWrapper):
-    """The sum over copies is computed twice, and the first one is thrown away."""
+    """Computes the sum over copies twice, and discards the first sum."""
 
     def spoil(self) -> None:
         def add_again(shard: Tensor, original: Callable[[Tensor], Tensor]) -> Tensor:
@@ -80,7 +80,7 @@ class SumsEachCopyAgain(CopiesWrapper):
 
 @mutant(FaultKind.RESOURCES, on_wire("elements of weights along tp", "heads"), origin=Origin.MESH)
 class GathersSplitWeightsOverTensorRanks(MeshWrapper):
-    """Each forward gathers the weights that tp splits over its ranks, and uses none of them."""
+    """In each forward, gathers over tp the weights that tp splits, and discards the results."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         for param in self.split_params():
@@ -93,7 +93,7 @@ class GathersSplitWeightsOverTensorRanks(MeshWrapper):
 
 @mutant(FaultKind.RESOURCES, on_wire("elements of gradients along tp", "heads"), origin=Origin.MESH)
 class ReducesInEvaluations(MeshWrapper):
-    """A forward without gradients all-reduces buffers of gradients over tp, and uses none of them."""
+    """In a forward without gradients, all-reduces buffers of gradients over tp, and discards the results."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         for param in () if torch.is_grad_enabled() else self.split_params():
@@ -103,7 +103,7 @@ class ReducesInEvaluations(MeshWrapper):
 
 @mutant(FaultKind.RESOURCES, on_wire("elements of gradients along dp_shard,tp", "heads"), origin=Origin.MESH)
 class ReducesGradientsOverAllAxesAtOnce(MeshWrapper):
-    """Each backward also all-reduces buffers of gradients over all ranks, along two axes at once, and uses none."""
+    """In each backward, also all-reduces gradient buffers over all ranks, along two axes at once, and discards them."""
 
     def spoil_gradients(self) -> None:
         for _, param in self.params() if self.config.mesh.sizes else ():
@@ -112,7 +112,7 @@ class ReducesGradientsOverAllAxesAtOnce(MeshWrapper):
 
 @mutant(FaultKind.RESOURCES, on_wire("elements of weights along tp", "heads"), origin=Origin.MESH)
 class GathersSplitWeightsInOneCall(MeshWrapper):
-    """Each forward gathers all weights that tp splits in one coalesced call, and uses none of them."""
+    """In each forward, gathers all weights that tp splits in one coalesced call, and discards the results."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         parts = [param.to_local().detach() for param in self.split_params()]
@@ -124,7 +124,7 @@ class GathersSplitWeightsInOneCall(MeshWrapper):
 
 @mutant(FaultKind.RESOURCES, on_wire("elements of activations along tp", "heads"), origin=Origin.MESH)
 class ReducesActivationsAgain(MeshWrapper):
-    """The output of a row-wise layer is all-reduced over tp once more, and the result is thrown away."""
+    """All-reduces a buffer like the output of a row-wise layer over tp once more, and discards the result."""
 
     def spoil_modules(self) -> None:
         if self.tensor_size > 1:

@@ -25,7 +25,7 @@ def momentum_target(law: str, variant: str = "") -> Target:
     origin=Origin.BLIND_7,
 )
 class StepsFrozenWeightsByMomentum(EngineWrapper):
-    """Gives a weight that was frozen after construction a gradient of zero in every step."""
+    """Gives a weight that was frozen after construction a gradient of zero in every step, so that momentum moves it."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -71,7 +71,7 @@ class SkipsStepsOfZeros(EngineWrapper):
 
 @mutant(FaultKind.STALE, momentum_target("idle.momentum", "after_zero_loss"), origin=Origin.BLIND_7)
 class LeavesGradientsOfZero(FSDP2Wrapper):
-    """Does not drop gradients in ``zero_grad`` that are zero already."""
+    """Keeps gradients that are already zero in ``zero_grad``, instead of dropping them."""
 
     def zero_grad(self) -> None:
         zeros = [name for name, grad in self.base.full_grads().items() if not grad.any()]
@@ -109,7 +109,7 @@ class BeginsWindowsWithZeros(EngineWrapper):
     origin=Origin.BLIND_7,
 )
 class TakesZeroForUnused(EngineWrapper):
-    """Takes a weight for unused in a step if its gradient is zero."""
+    """Treats a weight as unused in a step if the weight's gradient is zero."""
 
     def step(self) -> None:
         for parameter in self.parameters_with_grad():

@@ -23,7 +23,7 @@ class OrthogonalizesShards(DDPWrapper):
         shards = []
         for parameter in self.parameters_with_grad():
             old = self.optimizer.state[parameter].get("momentum_buffer", torch.zeros_like(parameter))
-            halves = zip(parameter.detach().chunk(2), parameter.grad.chunk(2), old.chunk(2), strict=True)  # type: ignore[union-attr] # trained() has gradients
+            halves = zip(parameter.detach().chunk(2), parameter.grad.chunk(2), old.chunk(2), strict=True)  # type: ignore[union-attr] # each of these parameters has a gradient
             for weight, grad, momentum in halves:
                 shards.append((weight, step_like_torch(weight, grad, momentum, self.config.optimizer.args).weight))
         self.base.step()
@@ -38,7 +38,7 @@ class OrthogonalizesOwnRows(FSDP2Wrapper):
     def step(self) -> None:
         shards = []
         for parameter in self.parameters_with_grad():
-            weight, grad = (tensor.to_local() for tensor in (parameter.detach(), parameter.grad))  # type: ignore[union-attr] # FSDP2's are DTensors
+            weight, grad = (tensor.to_local() for tensor in (parameter.detach(), parameter.grad))  # type: ignore[union-attr] # parameters of FSDP2 are DTensors
             state = self.optimizer.state[parameter]
             momentum = state["momentum_buffer"].to_local() if state else torch.zeros_like(weight)
             shards.append((weight, step_like_torch(weight, grad, momentum, self.config.optimizer.args).weight))
@@ -59,7 +59,7 @@ class ForgetsMomentumOfMatrices(DDPWrapper):
 
 @mutant(FaultKind.OPTIMIZER, MUON, origin=Origin.ORDERS)
 class ScalesTallMatricesAsWide(DDPWrapper):
-    """Does not multiply the update of a tall matrix by the root of its rows over its columns."""
+    """Does not multiply the update of a tall matrix by the square root of its rows divided by its columns."""
 
     def step(self) -> None:
         rates = [group["lr"] for group in self.optimizer.param_groups]
@@ -74,7 +74,7 @@ class ScalesTallMatricesAsWide(DDPWrapper):
 
 @mutant(FaultKind.OPTIMIZER, MUON, origin=Origin.ORDERS)
 class OrthogonalizesTheGradient(DDPWrapper):
-    """Orthogonalizes the gradient alone, and keeps the momentum beside it."""
+    """Orthogonalizes the gradient without the momentum, although it still accumulates the momentum."""
 
     def step(self) -> None:
         old = {p: dict(self.optimizer.state[p]) for p in self.parameters_with_grad()}
@@ -95,7 +95,7 @@ class LosesTheCornerOfMatrices(DDPWrapper):
     def step(self) -> None:
         corners = []
         for parameter in self.parameters_with_grad():
-            grad = parameter.grad.clone()  # type: ignore[union-attr] # trained() has gradients
+            grad = parameter.grad.clone()  # type: ignore[union-attr] # each of these parameters has a gradient
             old = self.optimizer.state[parameter].get("momentum_buffer", torch.zeros_like(parameter)).clone()
             grad[0, 0], old[0, 0] = 0, 0
             corners.append((parameter, step_like_torch(parameter, grad, old, self.config.optimizer.args).weight))
@@ -112,7 +112,7 @@ class StepsMatricesByTheirGradient(DDPWrapper):
         options = self.config.optimizer.args
         for parameter in self.parameters_with_grad():
             weight = parameter.detach()
-            weight.mul_(1 - options["lr"] * options["weight_decay"]).add_(parameter.grad, alpha=-options["lr"])  # type: ignore[arg-type] # trained() has gradients
+            weight.mul_(1 - options["lr"] * options["weight_decay"]).add_(parameter.grad, alpha=-options["lr"])  # type: ignore[arg-type] # each of these parameters has a gradient
 
 
 @mutant(FaultKind.OPTIMIZER, MUON, origin=Origin.ORDERS)

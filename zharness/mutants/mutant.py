@@ -47,7 +47,7 @@ class FaultKind(Enum):
 class Origin(Enum):
     """The series to which a mutant belongs, in the order in which the series were written.
 
-    Authors of the laws wrote the first twelve series, each for a group of faults. Eleven other authors, who knew only
+    Authors of the laws wrote the first thirteen series, each for a group of faults. Twelve other authors, who knew only
     the Engine protocol, the adapters and the reference engine, wrote one blind set each. The laws were run on each set,
     and were made stricter until they killed its survivors, before the next set was written. Mutants of a blind set that
     repeat an earlier mutant are left out.
@@ -124,7 +124,7 @@ class Mutant:
     ``origin`` is the series to which the mutant belongs. ``imitates`` is the address of the real bug that the mutant
     imitates, if there is one. ``equivalent`` is the reason why no cell can kill the mutant: the mutant changes nothing,
     or nothing that a law can demand of every engine. An equivalent mutant has no targets. ``device`` is the type of the
-    only device on which it is broken, or ``""``: a mutant of streams is right on a CPU, which has none.
+    only device on which it is broken, or ``""``: a mutant of streams is right on a CPU, because a CPU has no streams.
     """
 
     build: type[EngineWrapper]
