@@ -21,7 +21,7 @@ module of the process, compiled or not, is built by the wrapper. The numbers of 
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import os
