@@ -2,7 +2,7 @@
 
 id: 4283
 engine: accelerate_ddp
-symptom: load_state does not raise if the file of the random states is damaged; the next random numbers are others
+symptom: load_state does not raise if the file of the random states is damaged, and later random numbers differ
 reported: https://github.com/huggingface/accelerate/issues/4283
 affects: ==1.15.0
 fixed: not yet

@@ -57,7 +57,7 @@ def prepare(**plugin):
 
 
 def main() -> int:
-    # Each plugin sets an environment variable when it is made.
+    # The constructor of each plugin sets an environment variable.
     found = {
         "an FSDP2 plugin": prepare(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)),
         "a DeepSpeedPlugin": prepare(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=CONFIG)),

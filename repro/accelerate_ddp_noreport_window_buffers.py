@@ -46,7 +46,7 @@ def main():
             accelerator.backward(wrapped(inputs).sum())
             optimizer.step()
             optimizer.zero_grad()
-    # The mean of rank 0's inputs is 0, and that of rank 1's is 1; the momentum of a batch norm is 0.1.
+    # The mean of rank 0's inputs is 0, the mean of rank 1's inputs is 1, and the momentum of a batch norm is 0.1.
     means = [torch.zeros(1, device=accelerator.device) for _ in range(2)]
     dist.all_gather(means, wrapped.module.running_mean)
     if abs(means[1].item() - 0.1) < abs(means[1].item() - 0.19):

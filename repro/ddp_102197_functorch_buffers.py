@@ -2,7 +2,7 @@
 
 id: functorch-buffers
 engine: ddp
-symptom: RuntimeError from torch.func.grad over DDP of a model with a buffer
+symptom: torch.func.grad over DDP of a model with a buffer raises RuntimeError
 reported: https://github.com/pytorch/pytorch/issues/102197
 affects: >=2.13.0
 fixed: not yet

@@ -2,7 +2,7 @@
 
 id: functorch-second-forward
 engine: ddp
-symptom: RuntimeError from torch.func.grad over DDP, in the forward after the first backward
+symptom: torch.func.grad over DDP raises RuntimeError in the forward after the first backward
 reported: https://github.com/pytorch/pytorch/issues/102197
 affects: >=2.13.0
 fixed: not yet

@@ -1,4 +1,4 @@
-"""DDP does not reduce the second backward on a retained graph.
+"""DDP does not reduce the gradients of a second backward on a retained graph.
 
 id: 47260
 engine: ddp

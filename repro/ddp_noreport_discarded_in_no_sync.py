@@ -2,7 +2,7 @@
 
 id: discarded-in-no-sync
 engine: ddp
-symptom: RuntimeError "undefined, but still allreduced" in a backward that does not use a weight used before zero_grad
+symptom: a backward raises "undefined, but still allreduced" if it does not use a weight that was used before zero_grad
 reported: no report known
 affects: >=2.13.0
 fixed: not yet

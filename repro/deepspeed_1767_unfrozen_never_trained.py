@@ -1,4 +1,4 @@
-"""A layer that is unfrozen after deepspeed.initialize is never trained.
+"""At ZeRO stages 1 and 2, DeepSpeed never trains a layer that is unfrozen after deepspeed.initialize.
 
 id: 1767
 engine: deepspeed

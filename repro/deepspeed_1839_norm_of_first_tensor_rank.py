@@ -2,7 +2,7 @@
 
 id: 1839
 engine: deepspeed
-symptom: with AutoTP, bf16 and stage 0, gradients are clipped by the norm of the first tensor-parallel rank's part
+symptom: with AutoTP, bf16 and stage 0, DeepSpeed clips by the norm of the first tensor-parallel rank's part
 reported: https://github.com/deepspeedai/DeepSpeed/issues/1839
 affects: ==0.19.8
 fixed: not yet

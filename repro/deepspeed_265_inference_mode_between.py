@@ -1,8 +1,8 @@
-"""A forward under torch.inference_mode between a forward and its backward breaks that backward at ZeRO stage 3.
+"""At ZeRO stage 3, a forward under torch.inference_mode between another forward and its backward breaks this backward.
 
 id: 265
 engine: deepspeed
-symptom: 'NoneType' object has no attribute 'next_functions', from a backward after an evaluation
+symptom: a backward after an evaluation raises 'NoneType' object has no attribute 'next_functions'
 reported: https://github.com/snowflakedb/ArcticTraining/issues/265
 affects: >=0.18.3
 fixed: not yet

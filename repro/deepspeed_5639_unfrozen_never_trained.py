@@ -1,4 +1,4 @@
-"""Under ZeRO-3 a layer that is unfrozen after deepspeed.initialize is never trained.
+"""Under ZeRO-3, DeepSpeed never trains a layer that is unfrozen after deepspeed.initialize.
 
 id: 5639
 engine: deepspeed

@@ -60,7 +60,7 @@ class Command:
         self.path = path
 
     def __reduce__(self):
-        return os.makedirs, (self.path, 0o777, True)  # a file may be read twice
+        return os.makedirs, (self.path, 0o777, True)  # load_checkpoint may read a file twice
 
 
 def main():

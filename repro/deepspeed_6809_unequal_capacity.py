@@ -51,7 +51,7 @@ CONFIG = {
     "zero_allow_untested_optimizer": True,
     "zero_optimization": {"stage": 0},
 }
-TOKENS = (8, 4)  # of each rank
+TOKENS = (8, 4)  # the number of tokens of each rank
 
 
 class UnequalSizesError(Exception):

@@ -2,7 +2,7 @@
 
 id: 7352
 engine: deepspeed
-symptom: size mismatch in the second of two engine.backward calls on one forward
+symptom: the second of two engine.backward calls on one forward raises a size mismatch
 reported: https://github.com/deepspeedai/DeepSpeed/issues/7352
 affects: >=0.16.4
 fixed: not yet

@@ -1,4 +1,4 @@
-"""ds_to_universal fails on a checkpoint of ZeRO stage 3 with several sub-groups.
+"""ds_to_universal raises for a checkpoint of ZeRO stage 3 with several sub-groups.
 
 id: 7585
 engine: deepspeed

@@ -2,7 +2,7 @@
 
 id: 7665
 engine: deepspeed
-symptom: KeyError in engine.step() after loss.backward(), which itself raises nothing
+symptom: engine.step() raises KeyError after loss.backward(), which itself does not raise
 reported: https://github.com/deepspeedai/DeepSpeed/pull/7665
 affects: <=0.18.2
 fixed: 0.18.3

@@ -2,7 +2,7 @@
 
 id: 7780
 engine: deepspeed
-symptom: layers before a reentrant checkpoint do not learn at ZeRO stages 1 and 2; errors in later steps
+symptom: at ZeRO stages 1 and 2 layers before a reentrant checkpoint do not learn, and later steps raise
 reported: https://github.com/deepspeedai/DeepSpeed/pull/7780
 affects: >=0.18.3,<=0.18.4
 fixed: 0.18.5

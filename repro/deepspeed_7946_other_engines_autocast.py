@@ -2,7 +2,7 @@
 
 id: 7946
 engine: deepspeed
-symptom: KeyError: torch.bfloat16 in the backward of an engine that was built before another one with torch_autocast
+symptom: the backward of an engine raises KeyError: torch.bfloat16 if an engine with torch_autocast was built later
 reported: https://github.com/deepspeedai/DeepSpeed/pull/7946
 affects: >=0.17.6
 fixed: not yet

@@ -2,7 +2,7 @@
 
 id: 7948
 engine: deepspeed
-symptom: RuntimeError about a view modified in place in the first engine.step() of more than one rank
+symptom: with more than one rank the first engine.step() raises RuntimeError about a view modified in place
 reported: https://github.com/deepspeedai/DeepSpeed/pull/7948
 affects: >=0.18.7,<=0.18.9
 fixed: 0.19.0
@@ -67,7 +67,7 @@ def error_of_first_step(stage, inputs):
         if SIGNATURE not in str(error):
             raise
         return str(error)
-    # From zero, SGD with lr 1 has subtracted just the gradient.
+    # SGD with lr 1 has subtracted the gradient from zero.
     torch.testing.assert_close([-param for param in model.parameters()], list(wanted))
     return None
 

@@ -2,7 +2,7 @@
 
 id: input-grad-adds-old
 engine: deepspeed
-symptom: silent: a gradient at stage 3 is the sum of its own and that of the step before
+symptom: silent: at stage 3, a step uses the sum of its own gradient and the gradient of the step before
 reported: https://github.com/deepspeedai/DeepSpeed/pull/8026
 affects: >=0.19.8
 fixed: not yet

@@ -2,7 +2,7 @@
 
 id: 8026-engine
 engine: deepspeed
-symptom: torch.func on the engine raises at ZeRO stages 0 and 2, and is silently too small at stage 1
+symptom: torch.func on the engine raises at ZeRO stages 0 and 2, and gives too small gradients silently at stage 1
 reported: https://github.com/deepspeedai/DeepSpeed/pull/8026
 affects: >=0.18.3,<=0.19.0
 fixed: 0.19.1

@@ -2,7 +2,7 @@
 
 id: 8245-direct
 engine: deepspeed
-symptom: KeyError: 0 in the step after a backward that raised and a backward that did not
+symptom: step() raises KeyError: 0 after a backward that raised and a backward that did not
 reported: https://github.com/deepspeedai/DeepSpeed/pull/8245
 affects: >=0.19.6
 fixed: not yet

@@ -2,7 +2,7 @@
 
 id: 8475
 engine: deepspeed
-symptom: with experts on two ranks, gradients are clipped by the mean of the ranks' norms, not by the norm of all
+symptom: with experts on two ranks, DeepSpeed clips by the mean of the ranks' norms instead of the norm of all gradients
 reported: https://github.com/deepspeedai/DeepSpeed/issues/8475
 affects: >=0.19.8
 fixed: not yet

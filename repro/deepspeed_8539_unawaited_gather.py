@@ -2,7 +2,7 @@
 
 id: 8539
 engine: deepspeed
-symptom: now and then, NaN or garbage in the weights after a step at ZeRO stage 3 on gloo
+symptom: after a step at ZeRO stage 3 on gloo, the weights sometimes contain NaN or garbage
 reported: https://github.com/deepspeedai/DeepSpeed/pull/8539
 affects: <=0.19.7
 fixed: 0.19.8

@@ -2,7 +2,7 @@
 
 id: 8613
 engine: deepspeed
-symptom: in bf16 at stage 0 the norm by which gradients are clipped leaves out the gradients of experts
+symptom: in bf16 at stage 0, the norm for gradient clipping leaves out the gradients of experts
 reported: https://github.com/deepspeedai/DeepSpeed/pull/8613
 affects: >=0.19.8
 fixed: not yet

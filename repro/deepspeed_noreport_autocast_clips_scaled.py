@@ -2,7 +2,7 @@
 
 id: autocast-clips-scaled-gradient
 engine: deepspeed
-symptom: with gradient_clipping a step is 65536 times too small, however small the gradient is
+symptom: with gradient_clipping, a step uses a gradient whose norm is at most 1/65536 of the limit
 reported: no report known
 affects: >=0.17.6
 fixed: not yet

@@ -2,7 +2,7 @@
 
 id: backward-inputs-argument
 engine: deepspeed
-symptom: IndexError in backward(inputs=[x]) of a loss over the engine
+symptom: backward(inputs=[x]) of a loss over the engine raises IndexError
 reported: no report known
 affects: >=0.18.5
 fixed: not yet

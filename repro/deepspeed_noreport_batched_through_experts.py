@@ -1,4 +1,4 @@
-"""autograd.grad with a batch of gradients through a layer of experts raises.
+"""autograd.grad with a batch of gradients raises for a layer of experts that are split over ranks.
 
 id: batched-through-experts
 engine: deepspeed

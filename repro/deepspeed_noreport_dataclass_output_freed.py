@@ -2,7 +2,7 @@
 
 id: dataclass-output-freed
 engine: deepspeed
-symptom: size mismatch in the backward of a model that returns a dataclass
+symptom: the backward of a model that returns a dataclass raises a size mismatch
 reported: no report known
 affects: >=0.16.4
 fixed: not yet

@@ -2,7 +2,7 @@
 
 id: double-weight-stage0
 engine: deepspeed
-symptom: AssertionError in the first backward of a model with a float64 weight, which PyTorch trains
+symptom: the first backward of a model with a float64 weight raises AssertionError; PyTorch trains the model
 reported: no report known
 affects: >=0.19.5
 fixed: not yet

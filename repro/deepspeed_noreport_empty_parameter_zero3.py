@@ -2,7 +2,7 @@
 
 id: empty-parameter-zero3
 engine: deepspeed
-symptom: AssertionError in the first forward of a model with an empty parameter, which PyTorch trains
+symptom: the first forward of a model with an empty parameter raises AssertionError; PyTorch trains the model
 reported: no report known
 affects: >=0.16.4
 fixed: not yet

@@ -2,7 +2,7 @@
 
 id: empty-weight-sharded
 engine: deepspeed
-symptom: AssertionError from deepspeed.initialize for a model with an empty weight, which PyTorch trains
+symptom: deepspeed.initialize raises AssertionError for a model with an empty weight; PyTorch trains the model
 reported: no report known
 affects: ==0.19.5
 fixed: 0.19.8

@@ -2,7 +2,7 @@
 
 id: first-dtype-unreduced
 engine: deepspeed
-symptom: silent: ranks train apart at ZeRO stage 1 if the first parameter is bf16 and frozen and the others are fp32
+symptom: silent: at ZeRO stage 1 ranks diverge if the first parameter is bf16 and frozen and the others are fp32
 reported: no report known
 affects: >=0.16.4,<=0.19.7
 fixed: 0.19.8

@@ -2,7 +2,7 @@
 
 id: forwards-one-backward
 engine: deepspeed
-symptom: KeyError: 0 in the step after one loss.backward() over two forwards
+symptom: after one loss.backward() over two forwards, step() raises KeyError: 0
 reported: no report known
 affects: >=0.19.6
 fixed: not yet

@@ -1,4 +1,4 @@
-"""Inside an accumulation window safe_get_full_grad returns this rank's own gradient.
+"""Inside an accumulation window, safe_get_full_grad returns each rank's own gradient instead of the mean over ranks.
 
 id: grad-read-in-window
 engine: deepspeed

@@ -2,7 +2,7 @@
 
 id: gradient-penalty-crash
 engine: deepspeed
-symptom: IndexError in torch.autograd.grad of the engine's output
+symptom: torch.autograd.grad of the engine's output raises IndexError
 reported: no report known
 affects: >=0.18.5
 fixed: not yet

@@ -2,7 +2,7 @@
 
 id: hpz-outlives-destroy
 engine: deepspeed
-symptom: an engine built after one with zero_hpz_partition_size was destroyed keeps secondary copies of weights
+symptom: after an engine with zero_hpz_partition_size was destroyed, a later engine keeps secondary copies of weights
 reported: no report known
 affects: >=0.19.8
 fixed: not yet

@@ -2,7 +2,7 @@
 
 id: masters-rounded-bf16
 engine: deepspeed
-symptom: training in bf16 from fp32 weights does not start from these weights
+symptom: training in bf16 from fp32 weights starts from rounded weights instead of the fp32 weights
 reported: no report known
 affects: >=0.16.4
 fixed: not yet

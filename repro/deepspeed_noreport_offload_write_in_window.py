@@ -62,7 +62,7 @@ def main():
     nn.init.zeros_(model.weight)
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
     engine = build(model, zero, gradient_accumulation_steps=2, zero_force_ds_cpu_optimizer=False)
-    engine.backward(engine(torch.ones(1, 2)).sum())  # half of it is the gradient so far, 0.5
+    engine.backward(engine(torch.ones(1, 2)).sum())  # the gradient so far is 0.5: half of the loss's gradient
     safe_set_full_grad(model.weight, torch.full((2, 2), 8.0))
     engine.step()
     engine.backward(engine(torch.ones(1, 2)).sum())

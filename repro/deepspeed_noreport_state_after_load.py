@@ -2,7 +2,7 @@
 
 id: state-after-load
 engine: deepspeed
-symptom: TypeError in safe_get_full_optimizer_state after load_checkpoint into a used engine, stages 1 and 2
+symptom: stages 1 and 2: safe_get_full_optimizer_state raises TypeError after load_checkpoint into a used engine
 reported: no report known
 affects: >=0.19.8
 fixed: not yet

@@ -2,7 +2,7 @@
 
 id: state-of-later-groups
 engine: deepspeed
-symptom: ValueError: exp_avg not found in optimizer state fragment, with two parameter groups at stages 1 and 2
+symptom: stages 1 and 2, two parameter groups: ValueError: exp_avg not found in optimizer state fragment
 reported: no report known
 affects: >=0.19.8
 fixed: not yet

@@ -2,7 +2,7 @@
 
 id: step-in-constructor
 engine: deepspeed
-symptom: weight decay, momentum and Adam's count begin with an extra step at construction, so the first step is wrong
+symptom: building the engine makes an extra step of weight decay, momentum and Adam's count, so the first step is wrong
 reported: no report known
 affects: >=0.17.6
 fixed: not yet

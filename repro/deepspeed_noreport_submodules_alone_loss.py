@@ -2,7 +2,7 @@
 
 id: submodules-alone-loss
 engine: deepspeed
-symptom: KeyError: 0 in the step after engine.module.layer(x).sum().backward()
+symptom: after engine.module.layer(x).sum().backward(), step() raises KeyError: 0
 reported: no report known
 affects: >=0.18.3
 fixed: not yet

@@ -2,7 +2,7 @@
 
 id: universal-of-experts
 engine: deepspeed
-symptom: RuntimeError: shape '[2, 2]' is invalid for input of size 8
+symptom: ds_to_universal raises RuntimeError: shape '[2, 2]' is invalid for input of size 8
 reported: no report known
 affects: >=0.19.8
 fixed: not yet

@@ -2,7 +2,7 @@
 
 id: unused-weights-decay
 engine: deepspeed
-symptom: an unused layer's weight shrinks with weight decay
+symptom: weight decay shrinks the weight of a layer that no loss uses
 reported: no report known
 affects: >=0.16.4
 fixed: not yet

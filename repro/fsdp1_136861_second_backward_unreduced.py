@@ -2,7 +2,7 @@
 
 id: 136861
 engine: fsdp1
-symptom: after two forwards, the gradients of the second backward stay local
+symptom: after two forwards, the gradients of the second backward are not reduced
 reported: https://github.com/pytorch/pytorch/issues/136861
 affects: >=2.13.0
 fixed: not yet

@@ -2,7 +2,7 @@
 
 id: fsdp1-float64-clip
 engine: fsdp1
-symptom: clip_grad_norm_ of a float64 model is a RuntimeError about a dtype, which the documentation does not mention
+symptom: clip_grad_norm_ of a float64 model raises a RuntimeError about a dtype, which is not documented
 reported: no report known
 affects: >=2.13.0
 fixed: not yet

@@ -2,7 +2,7 @@
 
 id: frozen-loses-gradient
 engine: fsdp1
-symptom: freezing a layer between two backwards of one step loses the gradient that it had
+symptom: freezing a layer between two backwards of one step loses the layer's accumulated gradient
 reported: no report known
 affects: >=2.13.0
 fixed: not yet

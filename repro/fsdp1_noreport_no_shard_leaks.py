@@ -1,4 +1,4 @@
-"""FSDP1 with NO_SHARD never frees a model that has run a backward.
+"""FSDP1 with NO_SHARD never frees the memory of a model that has run a backward.
 
 id: no-shard-leaks
 engine: fsdp1

@@ -2,7 +2,7 @@
 
 id: fsdp1-part-recomputed
 engine: fsdp1
-symptom: a layer of an FSDP instance in a reentrant checkpoint: storage of size 0, or a segmentation fault
+symptom: a layer of an FSDP instance in a reentrant checkpoint raises "storage of size 0", or SIGSEGV ends the process
 reported: no report known
 affects: >=2.13.0
 fixed: not yet

@@ -2,7 +2,7 @@
 
 id: fsdp1-unused-after-no-sync
 engine: fsdp1
-symptom: a weight that only the micro-batches in no_sync used is stepped with its local gradient, or backward crashes
+symptom: a step uses the local gradient of a weight that only micro-batches in no_sync used, or backward raises
 reported: no report known
 affects: >=2.13.0
 fixed: not yet

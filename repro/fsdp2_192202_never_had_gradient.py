@@ -2,7 +2,7 @@
 
 id: 192202
 engine: fsdp2
-symptom: a checkpoint saved before a parameter had its first gradient cannot be loaded by set_state_dict
+symptom: set_state_dict raises for a checkpoint that was saved before a parameter had its first gradient
 reported: https://github.com/pytorch/pytorch/issues/192202
 affects: ==2.13.0
 fixed: not yet

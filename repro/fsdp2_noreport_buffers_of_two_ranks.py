@@ -2,7 +2,7 @@
 
 id: buffers-of-two-ranks
 engine: fsdp2
-symptom: after a load, the running mean of a batch norm is rank 0's and its running variance rank 1's, on every rank
+symptom: after a load, every rank has rank 0's running mean and rank 1's running variance of a batch norm
 reported: no report known
 affects: >=2.13.0
 fixed: not yet

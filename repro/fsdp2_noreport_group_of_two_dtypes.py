@@ -2,7 +2,7 @@
 
 id: group-of-two-dtypes
 engine: fsdp2
-symptom: AssertionError in the first forward of a sharded model with a float64 layer, which DDP and PyTorch train
+symptom: the first forward of a sharded model with a float64 layer raises AssertionError; DDP trains the model
 reported: no report known
 affects: >=2.13.0
 fixed: not yet

@@ -2,7 +2,7 @@
 
 id: unseen-output-freed
 engine: fsdp2
-symptom: SIGSEGV in the backward of a model that returns a dataclass, with reshard_after_forward=True
+symptom: with reshard_after_forward=True, SIGSEGV ends the backward of a model that returns a dataclass
 reported: no report known
 affects: ==2.8.0
 fixed: 2.13.0

@@ -2,7 +2,7 @@
 
 id: 5974
 engine: megatron_fsdp
-symptom: fully_shard_optimizer makes a step on zero gradients: weights decay, and Adam counts from 1
+symptom: fully_shard_optimizer makes a step on zero gradients: weights decay, and Adam's count starts at 1
 reported: https://github.com/NVIDIA/Megatron-LM/issues/5974
 affects: >=0.6.1
 fixed: not yet

@@ -1,4 +1,4 @@
-"""Zero-bubble schedules lose gradients of groups that fully_shard reshards after forward.
+"""Zero-bubble schedules lose gradients of groups that fully_shard reshards after the forward.
 
 id: zero-bubble-resharded
 engine: torch_pp

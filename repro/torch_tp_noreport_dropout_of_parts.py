@@ -35,7 +35,7 @@ from torch.distributed.tensor.parallel import SequenceParallel, parallelize_modu
 
 SIGNATURE = "all parts have one mask"
 OK = "repro: each part has a mask of its own OK."
-ELEMENTS = 64  # of a part: equal by chance in 1 of 2^64 runs
+ELEMENTS = 64  # of one part; two parts are equal by chance in 1 of 2^64 runs
 
 
 def main() -> int:
