@@ -1,4 +1,4 @@
-"""load_state ignores a damaged file of random states and continues without restoring them.
+"""accelerate's load_state ignores a damaged file of random states and continues without restoring them.
 
 id: 4283
 engine: accelerate_ddp

@@ -1,4 +1,4 @@
-"""On a CPU, prepare() gives each of two modules that share a buffer its own copy of the buffer.
+"""On a CPU, accelerate's prepare() gives each of two modules that share a buffer its own copy of the buffer.
 
 id: shared-buffers
 engine: accelerate_ddp

@@ -1,4 +1,4 @@
-"""load_state overwrites the weights before it raises.
+"""accelerate's load_state overwrites the weights before it raises for a damaged checkpoint.
 
 id: refused-load-changes-weights
 engine: accelerate_ddp

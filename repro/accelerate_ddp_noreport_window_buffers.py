@@ -1,4 +1,4 @@
-"""In an accumulation window, only the first forward uses the same buffers on all ranks.
+"""In an accumulation window of accelerate, only the first forward uses the same buffers on all ranks.
 
 id: window-buffers
 engine: accelerate_ddp

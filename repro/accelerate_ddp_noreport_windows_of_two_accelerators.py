@@ -1,4 +1,4 @@
-"""A second Accelerator changes the accumulation window of the first one.
+"""A second Accelerator overwrites the accumulation window of the first Accelerator.
 
 id: windows-of-two-accelerators
 engine: accelerate_ddp

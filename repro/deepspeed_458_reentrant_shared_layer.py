@@ -1,4 +1,4 @@
-"""ZeRO-2 and 3 raise if one layer is in two regions of reentrant checkpointing, because its gradient comes twice.
+"""ZeRO-2 and 3 raise for a layer in two regions of reentrant checkpointing, because its gradient comes twice.
 
 id: 458
 engine: deepspeed

@@ -1,4 +1,4 @@
-"""If the gradient norm is infinite, clipping turns gradients that are finite into NaN.
+"""If the gradient norm is infinite, clipping at ZeRO stages 1 and 2 turns finite gradients into NaN.
 
 id: infinite-norm-nan
 engine: deepspeed

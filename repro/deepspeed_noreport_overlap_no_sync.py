@@ -15,8 +15,8 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_overlap_no_sync.py
 
-With overlap_comm the hooks reduce each gradient at once, as at stages 2 and 3. The docstring of no_sync excludes its
-use at stages 2 and 3.
+With overlap_comm the hooks reduce each gradient at once, as at stages 2 and 3. The docstring of no_sync says that
+no_sync is incompatible with stages 2 and 3.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows

@@ -1,4 +1,4 @@
-"""At ZeRO stage 3, a cache on a method holds a trained engine and its module until the process ends.
+"""At ZeRO stage 3, a cache on a method keeps a trained engine and its module alive until the process ends.
 
 id: release-cache-keeps
 engine: deepspeed

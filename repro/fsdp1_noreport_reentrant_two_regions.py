@@ -1,4 +1,4 @@
-"""FSDP1 raises if two reentrant checkpoints use a weight of the root.
+"""FSDP1 raises if two reentrant checkpoints use a weight of the root module.
 
 id: fsdp1-two-regions
 engine: fsdp1

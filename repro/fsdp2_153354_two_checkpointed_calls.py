@@ -1,4 +1,4 @@
-"""FSDP2 raises if one layer is in two checkpoints, because it does not gather the weights for the recomputation.
+"""FSDP2 raises if one layer is in two checkpoints, because the recomputation finds shards instead of weights.
 
 id: 153354
 engine: fsdp2
