@@ -66,10 +66,7 @@ def convert(source):
 
 @contextlib.contextmanager
 def save_and_convert(engine):
-    """Save and convert a checkpoint, and yield its folder.
-
-    Each rank removes the folder, because an error on one rank stops the other ranks.
-    """
+    """Yield the folder of a converted checkpoint; each rank removes it, as an error on one rank stops the others."""
     folders = [tempfile.mkdtemp() if torch.distributed.get_rank() == 0 else None]
     torch.distributed.broadcast_object_list(folders, src=0)
     try:
