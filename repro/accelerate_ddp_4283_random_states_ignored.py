@@ -1,8 +1,8 @@
-"""load_state continues without the random states if their file is damaged.
+"""accelerate's load_state ignores a damaged file of random states and continues without restoring them.
 
 id: 4283
 engine: accelerate_ddp
-symptom: load_state raises nothing if the file of the random states is damaged, and other numbers are drawn
+symptom: load_state does not raise if the file of the random states is damaged, and later random numbers differ
 reported: https://github.com/huggingface/accelerate/issues/4283
 affects: ==1.15.0
 fixed: not yet
@@ -15,12 +15,12 @@ Run it with nothing but torch and accelerate installed:
 
     torchrun --standalone --nproc_per_node=2 repro/accelerate_ddp_4283_random_states_ignored.py
 
-load_accelerator_state (accelerate/checkpointing.py) reads and sets the random states in one try, whose "except
+load_accelerator_state (accelerate/checkpointing.py) reads and sets the random states in one try block. Its "except
 Exception" logs "Could not load random states" at the level INFO, which is not shown by default.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import pickle

@@ -1,8 +1,8 @@
-"""On a CPU, prepare() gives two modules that share a buffer a copy each.
+"""On a CPU, accelerate's prepare() gives each of two modules that share a buffer its own copy of the buffer.
 
 id: shared-buffers
 engine: accelerate_ddp
-symptom: after Accelerator.prepare on a CPU, two modules no longer have one buffer
+symptom: after Accelerator.prepare on a CPU, two modules no longer share their common buffer
 reported: https://github.com/pytorch/pytorch/issues/43815
 affects: ==1.15.0
 fixed: not yet
@@ -15,13 +15,13 @@ Run it with nothing but torch and accelerate installed:
 
     torchrun --standalone --nproc_per_node=2 repro/accelerate_ddp_43815_shared_buffers.py
 
-The device of an Accelerator on a CPU is cpu:0, and not cpu, so that prepare moves a model that is there already.
-Module.to copies each buffer that it moves, without a memory of those that it moved before. A cache or a table that two
-modules share is two afterwards, and an update of one does not reach the other.
+On a CPU the device of an Accelerator is cpu:0, not cpu, so prepare moves a model that is already on the CPU. Module.to
+copies each buffer that it moves and does not remember the buffers that it has moved before. A cache or a table that two
+modules share becomes two tensors, and an update of one tensor does not reach the other.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys

@@ -1,8 +1,8 @@
-"""With a DeepSpeedPlugin on a CPU, accelerate counts one process on every rank, so that each rank trains all samples.
+"""With a DeepSpeedPlugin on a CPU, accelerate counts one process on every rank, so each rank trains on all samples.
 
 id: deepspeed-of-one-process
 engine: accelerate_ddp
-symptom: with a DeepSpeedPlugin on a CPU every rank is process 0 of 1, and its data loader has all samples
+symptom: with a DeepSpeedPlugin on a CPU every rank is process 0 of 1, and its data loader yields all samples
 reported: no report known
 affects: ==1.15.0
 fixed: not yet
@@ -15,14 +15,14 @@ Run it with nothing but torch, deepspeed and accelerate installed:
 
     torchrun --standalone --nproc_per_node=2 repro/accelerate_ddp_noreport_deepspeed_of_one_process.py
 
-PartialState initializes deepspeed.comm over all ranks, but has no backend on a CPU, so that it takes the branch for no
-distributed training: num_processes is 1 and process_index 0 (state.py). distributed_type is DEEPSPEED all the same, and
-DeepSpeed averages gradients over both ranks. With cpu=True the plugin is dropped without a word, and prepare returns
-DistributedDataParallel.
+PartialState initializes deepspeed.comm over all ranks. But on a CPU PartialState has no backend, so it takes the branch
+for no distributed training: num_processes is 1 and process_index 0 (state.py). distributed_type is still DEEPSPEED, and
+DeepSpeed averages gradients over both ranks. With cpu=True accelerate drops the plugin without a warning, and prepare
+returns DistributedDataParallel.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""With an FSDP2 plugin on a CPU, accelerate leaves each rank of torchrun alone, with all samples and no process group.
+"""With an FSDP2 plugin on a CPU, accelerate makes no process group, and each rank trains a plain model on all samples.
 
 id: fsdp-plugin-of-one-process
 engine: accelerate_ddp
@@ -16,12 +16,12 @@ Run it with nothing but torch and accelerate installed:
     torchrun --standalone --nproc_per_node=2 repro/accelerate_ddp_noreport_fsdp_plugin_of_one_process.py
 
 Without cpu=True PartialState looks for a backend of an accelerator, finds none, and takes the branch for no distributed
-training, though torchrun started several ranks (state.py). The plugin is dropped without a word, prepare returns the
-model as it is, and each rank trains on all samples.
+training, although torchrun started several ranks (state.py). accelerate drops the plugin without a warning, prepare
+returns the model unchanged, and each rank trains on all samples.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""A load_state that raises has overwritten the weights.
+"""accelerate's load_state overwrites the weights before it raises for a damaged checkpoint.
 
 id: refused-load-changes-weights
 engine: accelerate_ddp
@@ -15,12 +15,12 @@ Run it with nothing but torch and accelerate installed:
 
     torchrun --standalone --nproc_per_node=2 repro/accelerate_ddp_noreport_load_changes_weights.py
 
-load_accelerator_state loads the model before it reads the file of the optimizer. A training that goes on after the
-error has the weights of the checkpoint, with the optimizer's state from before the load.
+load_accelerator_state loads the model before it reads the file of the optimizer. A training that continues after the
+error has the weights of the checkpoint and the optimizer state from before the load.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import pickle

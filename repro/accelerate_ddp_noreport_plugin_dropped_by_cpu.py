@@ -1,4 +1,4 @@
-"""With cpu=True accelerate drops a DeepSpeedPlugin or an FSDP2 plugin without a word, and prepares plain DDP.
+"""With cpu=True accelerate drops a DeepSpeedPlugin or an FSDP2 plugin without a warning and prepares plain DDP.
 
 id: plugin-dropped-by-cpu
 engine: accelerate_ddp
@@ -15,13 +15,13 @@ Run it with nothing but torch, deepspeed and accelerate installed:
 
     torchrun --standalone --nproc_per_node=2 repro/accelerate_ddp_noreport_plugin_dropped_by_cpu.py
 
-AcceleratorState reads the plugin of DeepSpeed only "and not cpu", and that of FSDP in the branches for accelerators
-alone (state.py). On a CPU the distributed_type stays MULTI_CPU, for which prepare wraps the model in DDP: nothing is
-sharded, and the settings of the plugin have no effect.
+AcceleratorState reads the DeepSpeed plugin only under the condition "and not cpu", and the FSDP plugin only in the
+branches for accelerators (state.py). On a CPU the distributed_type stays MULTI_CPU, for which prepare wraps the model
+in DDP: nothing is sharded, and the settings of the plugin have no effect.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import os
@@ -46,7 +46,7 @@ CONFIG = {
 
 
 def prepare(**plugin):
-    """Return the class of the model that an Accelerator on CPUs prepares, or of its refusal."""
+    """Return the class name of the model that an Accelerator on CPUs prepares, or of the error that it raises."""
     AcceleratorState._reset_state(reset_partial_state=True)
     try:
         model = nn.Linear(1, 1)
@@ -57,7 +57,7 @@ def prepare(**plugin):
 
 
 def main() -> int:
-    # Each plugin sets an environment variable when it is made.
+    # The constructor of each plugin sets an environment variable.
     found = {
         "an FSDP2 plugin": prepare(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)),
         "a DeepSpeedPlugin": prepare(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=CONFIG)),

@@ -1,8 +1,8 @@
-"""accelerate divides the losses of a last window with fewer micro-batches by the number of a full window.
+"""accelerate divides the losses of a shorter last window by the number of micro-batches of a full window.
 
 id: remainder-of-a-window
 engine: accelerate_ddp
-symptom: the last step of an epoch with 3 micro-batches in windows of 2 has half the mean gradient
+symptom: in an epoch of 3 micro-batches in windows of 2, the last step uses half of the mean gradient
 reported: no report known
 affects: ==1.15.0
 fixed: not yet
@@ -15,13 +15,13 @@ Run it with nothing but torch and accelerate installed:
 
     torchrun --standalone --nproc_per_node=2 repro/accelerate_ddp_noreport_remainder_of_a_window.py
 
-``accumulate`` ends the last window at the end of the data loader, and ``backward`` divides each loss by
-gradient_accumulation_steps all the same (accelerator.py). With a DeepSpeedPlugin DeepSpeed divides by it. In
-transformers.Trainer this was mended by huggingface/transformers#39659.
+``accumulate`` ends the last window at the end of the data loader, but ``backward`` still divides each loss by
+gradient_accumulation_steps (accelerator.py). With a DeepSpeedPlugin DeepSpeed divides by this number.
+huggingface/transformers#39659 fixed the same bug in transformers.Trainer.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys

@@ -1,8 +1,8 @@
-"""In the later forwards of an accumulation window ranks have different buffers.
+"""In an accumulation window of accelerate, only the first forward uses the same buffers on all ranks.
 
 id: window-buffers
 engine: accelerate_ddp
-symptom: under accumulate() the running statistics of a batch norm on rank 1 begin with its own, and not with rank 0's
+symptom: under accumulate() the running statistics of a batch norm on rank 1 start from rank 1's own, not from rank 0's
 reported: no report known
 affects: ==1.15.0
 fixed: not yet
@@ -15,13 +15,13 @@ Run it with nothing but torch and accelerate installed:
 
     torchrun --standalone --nproc_per_node=2 repro/accelerate_ddp_noreport_window_buffers.py
 
-accumulate() enters no_sync() in all but the last forward of a window, and DistributedDataParallel broadcasts no buffers
-in a forward behind one under no_sync() (require_forward_param_sync). So only the first forward of a window takes those
-of rank 0, although broadcast_buffers is on.
+accumulate() enters no_sync() in all forwards of a window but the last one. DistributedDataParallel does not broadcast
+buffers in a forward that follows a forward under no_sync() (require_forward_param_sync). So only the first forward of a
+window uses the buffers of rank 0, although broadcast_buffers is on.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys
@@ -46,7 +46,7 @@ def main():
             accelerator.backward(wrapped(inputs).sum())
             optimizer.step()
             optimizer.zero_grad()
-    # The mean of rank 0's inputs is 0, and that of rank 1's is 1; the momentum of a batch norm is 0.1.
+    # The mean of rank 0's inputs is 0, the mean of rank 1's inputs is 1, and the momentum of a batch norm is 0.1.
     means = [torch.zeros(1, device=accelerator.device) for _ in range(2)]
     dist.all_gather(means, wrapped.module.running_mean)
     if abs(means[1].item() - 0.1) < abs(means[1].item() - 0.19):

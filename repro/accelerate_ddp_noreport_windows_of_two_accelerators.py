@@ -1,8 +1,8 @@
-"""A second Accelerator changes the accumulation window of the first one.
+"""A second Accelerator overwrites the accumulation window of the first Accelerator.
 
 id: windows-of-two-accelerators
 engine: accelerate_ddp
-symptom: an Accelerator with a window of 4 steps after each micro-batch once another Accelerator was built
+symptom: with a window of 4, an Accelerator steps after every micro-batch once another Accelerator has been built
 reported: no report known
 affects: ==1.15.0
 fixed: not yet
@@ -16,12 +16,13 @@ Run it with nothing but torch and accelerate installed:
     torchrun --standalone --nproc_per_node=2 repro/accelerate_ddp_noreport_windows_of_two_accelerators.py
 
 gradient_accumulation_steps is an entry of GradientState, which all Accelerators of a process share
-(accelerate/state.py); the constructor of each one overwrites it. So a student's window of 4 ends with each micro-batch
-once a teacher's Accelerator exists, its losses are divided by 1, and nothing is said.
+(accelerate/state.py). The constructor of each Accelerator overwrites this entry. Once an Accelerator for a teacher
+exists, a student's window of 4 ends after each micro-batch, and its losses are divided by 1. accelerate gives no
+warning.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys

@@ -1,8 +1,8 @@
-"""A transform of torch.func over DDP crashes if the model has a buffer.
+"""A torch.func transform over DDP crashes if the model has a buffer.
 
 id: functorch-buffers
 engine: ddp
-symptom: RuntimeError from torch.func.grad over DDP of a model with a buffer
+symptom: torch.func.grad over DDP of a model with a buffer raises RuntimeError
 reported: https://github.com/pytorch/pytorch/issues/102197
 affects: >=2.13.0
 fixed: not yet
@@ -15,12 +15,12 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=2 repro/ddp_102197_functorch_buffers.py
 
-Before a forward DDP copies the buffers of rank 0 into those of the model, and a transform refuses a copy into a tensor
-from outside of its function. With broadcast_buffers=False, or on one rank, the transform is right.
+Before a forward DDP copies the buffers of rank 0 into the buffers of the model. A transform refuses a copy into a
+tensor that was created outside its function. With broadcast_buffers=False, or on one rank, the transform is right.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import os

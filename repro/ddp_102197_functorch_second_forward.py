@@ -1,8 +1,8 @@
-"""A transform of torch.func is DDP's second forward, and it crashes.
+"""A torch.func transform over DDP crashes if its forward is the first one after a backward.
 
 id: functorch-second-forward
 engine: ddp
-symptom: RuntimeError from torch.func.grad over DDP, in the forward after the first backward
+symptom: torch.func.grad over DDP raises RuntimeError in the forward after the first backward
 reported: https://github.com/pytorch/pytorch/issues/102197
 affects: >=2.13.0
 fixed: not yet
@@ -15,12 +15,13 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=1 repro/ddp_102197_functorch_second_forward.py
 
-The forward after the first backward lays out the gradients' buckets anew. Within a transform what it makes is wrapped
-and has no memory of its own. In the first forward, and from the third on, the same transform is right.
+The forward after the first backward rebuilds DDP's gradient buckets. Within a transform, the tensors that this rebuild
+creates are wrapped and have no memory of their own. In the first forward, and from the third forward on, the same
+transform is right.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import os

@@ -1,8 +1,8 @@
-"""No torch.func transform passes DDP that looks for unused parameters.
+"""torch.func transforms over DDP raise if DDP looks for unused parameters.
 
 id: 102197
 engine: ddp
-symptom: the functorch error from torch.func.vmap over DDP with find_unused_parameters=True or static_graph=True
+symptom: torch.func.vmap over DDP with find_unused_parameters or static_graph raises: no setup_context staticmethod
 reported: https://github.com/pytorch/pytorch/issues/102197
 affects: >=2.8.0
 fixed: not yet
@@ -15,12 +15,13 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=1 repro/ddp_102197_functorch_unused_parameters.py
 
-_DDPSink (torch.nn.parallel.distributed) has no setup_context. Without either option transforms pass; but where a
-parameter is unused one of them is needed, so torch.func and unused parameters exclude each other.
+_DDPSink (torch.nn.parallel.distributed) has no setup_context. Without find_unused_parameters and static_graph
+transforms work. But a model with an unused parameter needs one of the two options, so torch.func and unused parameters
+exclude each other.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import os

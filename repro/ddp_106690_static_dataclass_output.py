@@ -1,8 +1,8 @@
-"""DDP with a static graph never reduces where the model returns a dataclass.
+"""DDP with a static graph never reduces gradients if the model returns a dataclass.
 
 id: 106690
 engine: ddp
-symptom: with static_graph=True and outputs in a dataclass, each rank keeps its own gradients, silently
+symptom: with static_graph=True and outputs in a dataclass, each rank silently keeps its own gradients
 reported: https://github.com/pytorch/pytorch/issues/106690
 affects: >=2.8.0
 fixed: not yet
@@ -15,13 +15,14 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=2 repro/ddp_106690_static_dataclass_output.py
 
-Silent, in every iteration. The first iteration's reduction hangs on an autograd function that the outputs pass
-(_DDPSink), and torch.utils._pytree, by which it finds them, takes a dataclass for one opaque value. The report is of
-subclasses of dict. A tuple, a list, a dictionary and a named tuple are right.
+The failure is silent and happens in every iteration. An autograd function that the outputs pass through (_DDPSink)
+starts the reduction of the first iteration. DDP finds the outputs by torch.utils._pytree, which treats a dataclass as
+one opaque value. The report is about subclasses of dict. With a tuple, a list, a dictionary or a named tuple DDP is
+right.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import os

@@ -1,8 +1,8 @@
-"""A static graph of DDP does not survive a first iteration under no_sync.
+"""DDP with a static graph fails an internal assertion if the first iteration runs under no_sync.
 
 id: 143580
 engine: ddp
-symptom: with static_graph=True, a first iteration under no_sync is an internal assert
+symptom: with static_graph=True, a first iteration under no_sync fails an internal assertion
 reported: https://github.com/pytorch/pytorch/issues/143580
 affects: >=2.8.0
 fixed: not yet
@@ -20,7 +20,7 @@ iteration is synchronised. Open pull request: #187732.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import os

@@ -1,8 +1,8 @@
-"""DDP does not reduce the second backward on a retained graph.
+"""DDP does not reduce the gradients of a second backward on a retained graph.
 
 id: 47260
 engine: ddp
-symptom: after zero_grad, a second backward on a retained graph leaves each rank with its own gradient, silently
+symptom: after zero_grad, a second backward on a retained graph silently leaves each rank with its own gradient
 reported: https://github.com/pytorch/pytorch/issues/47260
 affects: >=2.8.0
 fixed: not yet
@@ -15,13 +15,14 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=2 repro/ddp_47260_second_backward_unreduced.py
 
-DDP prepares its reducer once, at the end of its forward; the second backward finds it finished. The same with two
-forwards and then both backwards, as in training with several losses. Where a parameter gets no gradient, the second
-backward raises "Expected to mark a variable ready only once" instead; with find_unused_parameters=True it is silent.
+DDP prepares its reducer once, at the end of its forward. The second backward finds the reducer already finished. The
+same happens with two forwards followed by both backwards, as in training with several losses. If a parameter gets no
+gradient, the second backward raises "Expected to mark a variable ready only once" instead; with
+find_unused_parameters=True the failure is silent.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import os

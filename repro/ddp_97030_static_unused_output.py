@@ -1,4 +1,4 @@
-"""A static graph of DDP does not accept an output that the loss does not use.
+"""DDP with a static graph raises in the third forward if the loss does not use one of the outputs.
 
 id: 97030
 engine: ddp
@@ -15,12 +15,13 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=1 repro/ddp_97030_static_unused_output.py
 
-The graph is the same in every iteration, as static_graph=True asks for: one of two outputs is left alone each time. The
-second iteration waits for its gradient, of which the first one saw a hook, so it ends unreduced, and the third raises.
+The graph is the same in every iteration, as static_graph=True demands: the loss leaves out one of two outputs each
+time. In the first iteration a hook runs for the gradient of the unused output. The second iteration therefore waits for
+this gradient and ends without a reduction, and the third forward raises.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import os

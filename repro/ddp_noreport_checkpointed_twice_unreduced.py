@@ -1,8 +1,8 @@
-"""DDP reduces a part of the gradient of a layer in two reentrant checkpoints.
+"""DDP reduces only a part of the gradient of a layer that is in two reentrant checkpoints.
 
 id: checkpointed-twice-unreduced
 engine: ddp
-symptom: a layer in two reentrant checkpoints of one loss gets its gradient reduced in a part only, silently
+symptom: DDP silently reduces only a part of the gradient of a layer in two reentrant checkpoints of one loss
 reported: documented limit, https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
 affects: >=2.8.0
 fixed: not yet
@@ -15,14 +15,15 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=2 repro/ddp_noreport_checkpointed_twice_unreduced.py
 
-"We currently do not support the case where a layer is checkpointed multiple times", its documentation says: that is no
-bug of its own, but nothing tells the caller. Each region is a backward of its own, and the bucket is full after the
-first. Where another parameter is still waited for it raises "Expected to mark a variable ready only once". With
-static_graph=True, or with checkpoints that are not reentrant, it is right. pytorch#109191 is alike.
+DDP's documentation says: "We currently do not support the case where a layer is checkpointed multiple times". So this
+is a documented limit, but nothing warns the caller. Each checkpointed region runs a backward of its own, and the bucket
+is full after the first one. If DDP still waits for another parameter, DDP raises "Expected to mark a variable ready
+only once". With static_graph=True, or with checkpoints that are not reentrant, the gradient is right. pytorch#109191 is
+similar.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import os

@@ -2,7 +2,7 @@
 
 id: compile-replaces-constructor
 engine: ddp
-symptom: after the first compiled forward nn.Module.__init__ is another function, also after torch.compiler.reset()
+symptom: after the first compiled forward, nn.Module.__init__ is another function, even after torch.compiler.reset()
 reported: no report known
 affects: >=2.13.0
 fixed: not yet
@@ -15,13 +15,13 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=1 repro/ddp_noreport_compile_replaces_constructor.py
 
-The first capture calls install_generation_tagging_init (torch/_dynamo/mutation_guard.py), which puts a wrapper in place
-of Module.__init__ and Module.__setstate__, to tag each new module, and nothing puts the functions back. Each later
-module of the process, compiled or not, is built by the wrapper. The numbers of a training are right.
+The first capture calls install_generation_tagging_init (torch/_dynamo/mutation_guard.py), which replaces
+Module.__init__ and Module.__setstate__ by a wrapper that tags each new module. Nothing restores the functions. The
+wrapper builds each later module of the process, compiled or not. The numbers of a training are right.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import os

@@ -1,8 +1,8 @@
-"""DDP raises if a gradient that no_sync accumulated was discarded, and the rest of the window does not use the weight.
+"""DDP raises if a gradient accumulated under no_sync was discarded and the rest of the window does not use its weight.
 
 id: discarded-in-no-sync
 engine: ddp
-symptom: RuntimeError "undefined, but still allreduced" in a backward that does not use a weight used before zero_grad
+symptom: a backward raises "undefined, but still allreduced" if it does not use a weight that was used before zero_grad
 reported: no report known
 affects: >=2.13.0
 fixed: not yet
@@ -16,13 +16,13 @@ Run it with nothing but torch installed:
     torchrun --standalone --nproc_per_node=2 repro/ddp_noreport_discarded_in_no_sync.py
 
 With find_unused_parameters=True DDP keeps a map of the weights that were used since the last reduction, over all
-backwards inside no_sync. zero_grad, which sets the gradients to None, does not reach this map. The next synchronized
+backwards inside no_sync. zero_grad sets the gradients to None, but does not reset this map. The next synchronized
 backward finds the weight marked as used, and its gradient undefined. zero_grad(set_to_none=False) hides the bug: the
-weight then has a gradient of zeros, with which an optimizer decays it.
+weight then has a gradient of zeros, and an optimizer with weight decay moves the weight.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import os
@@ -38,7 +38,7 @@ OK = "repro: a discarded micro-batch changes nothing OK."
 
 
 class TwoWeights(nn.Module):
-    """Two weights, of which a forward uses the second only if it is asked to."""
+    """Two weights; a forward uses the second weight only on request."""
 
     def __init__(self):
         super().__init__()

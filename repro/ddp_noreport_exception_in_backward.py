@@ -1,8 +1,8 @@
-"""DDP cannot train on after an exception within a backward.
+"""DDP cannot continue training after an exception in a backward.
 
 id: exception-in-backward
 engine: ddp
-symptom: after an exception within a backward, caught by the caller, the next forward raises
+symptom: after an exception in a backward, which the caller caught, the next forward raises
 reported: no report known
 affects: >=2.8.0
 fixed: not yet
@@ -15,13 +15,13 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=1 repro/ddp_noreport_exception_in_backward.py
 
-The reducer waits for the buckets of the failed backward, and nothing public resets it. The same with an exception
-within a checkpoint's recomputation, and with find_unused_parameters=True. With static_graph=True and the exception in
-the first iteration there is no error, and no gradient is reduced any more.
+The reducer waits for the buckets of the failed backward, and no public function resets the reducer. The same happens
+with an exception in a checkpoint's recomputation, and with find_unused_parameters=True. With static_graph=True and the
+exception in the first iteration there is no error, and DDP reduces no gradient any more.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import os
@@ -37,7 +37,7 @@ OK = "repro: training goes on after an exception within a backward OK."
 
 
 class Breaks(torch.autograd.Function):
-    """Passes its input through; its backward raises."""
+    """Return the input in forward; raise in backward."""
 
     @staticmethod
     def forward(ctx, x):

@@ -1,8 +1,8 @@
-"""DDP does not reduce a gradient penalty that leaves one parameter without a gradient.
+"""DDP does not reduce the gradient of a gradient penalty if one parameter gets no gradient from it.
 
 id: gradient-penalty-unreduced
 engine: ddp
-symptom: each rank keeps its own gradient of a penalty on the input's gradient, silently
+symptom: each rank silently keeps its own gradient of a penalty on the input's gradient
 reported: documented limit, https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
 affects: >=2.8.0
 fixed: not yet
@@ -15,13 +15,13 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=2 repro/ddp_noreport_gradient_penalty_unreduced.py
 
-"This module doesn't work with torch.autograd.grad()", its documentation says: that is no bug of its own, but nothing
-tells the caller. The penalty does not depend on the last bias, so its backward never completes the bucket;
+DDP's documentation says: "This module doesn't work with torch.autograd.grad()". So this is a documented limit, but
+nothing warns the caller. The penalty does not depend on the last bias, so its backward never completes the bucket;
 find_unused_parameters=True does not help.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import os
@@ -46,7 +46,7 @@ def start():
 
 
 def penalty(model, x):
-    """The squared gradient of the model's output with respect to its input."""
+    """Return the squared gradient of the model's output with respect to the model's input."""
     (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
     return slope.square().sum()
 

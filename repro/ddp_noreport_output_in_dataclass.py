@@ -1,8 +1,8 @@
-"""DDP does not finish where a dataclass holds an output that the loss does not use.
+"""DDP does not finish its reduction if the model returns a dataclass with an output that the loss does not use.
 
 id: output-in-dataclass
 engine: ddp
-symptom: with find_unused_parameters=True and outputs in a dataclass, one left out of the loss, the next forward raises
+symptom: with find_unused_parameters=True, a dataclass with an output outside the loss makes the next forward raise
 reported: no report known
 affects: >=2.8.0
 fixed: not yet
@@ -15,13 +15,13 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=1 repro/ddp_noreport_output_in_dataclass.py
 
-DDP looks for outputs within dataclasses when it searches the graph, so the parameters of the unused output count as
-used; but what passes unused outputs on (_DDPSink) sees a dataclass as one opaque value. With a tuple it is right.
-The cause is that of pytorch#106690, where the same is silent.
+DDP finds outputs inside dataclasses when it searches the graph, so the parameters of the unused output count as used.
+But _DDPSink, which passes unused outputs on, treats a dataclass as one opaque value. With a tuple DDP is right.
+pytorch#106690 has the same cause, but there the failure is silent.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import os

@@ -1,8 +1,8 @@
-"""DDP with a static graph does not reduce the backward of a side loss.
+"""DDP with a static graph does not reduce the gradients of a side loss that has its own backward.
 
 id: static-side-loss
 engine: ddp
-symptom: with static_graph=True, a backward of its own for a layer outside of forward leaves each rank's own gradient
+symptom: with static_graph=True, a separate backward of a layer outside forward leaves each rank its own gradient
 reported: no report known
 affects: >=2.8.0
 fixed: not yet
@@ -15,13 +15,14 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=2 repro/ddp_noreport_static_side_loss.py
 
-Silent, in every iteration. static_graph=True is documented to support "model parameters that are outside of forward
-function"; without it the same is right. The first iteration's reduction ends with the backward of DDP's outputs, and a
-parameter that had no gradient by then is taken for an unused one for good.
+The failure is silent and happens in every iteration. The documentation says that static_graph=True supports "model
+parameters that are outside of forward function". Without static_graph=True the same training is right. The reduction of
+the first iteration ends with the backward of DDP's outputs. DDP treats a parameter that has no gradient by then as
+unused for the rest of the training.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import os

@@ -1,8 +1,8 @@
-"""DDP does not reduce the gradients of a submodule that is called without DDP's own forward.
+"""DDP does not reduce the gradients of a submodule that is called directly, without DDP's own forward.
 
 id: submodule-called-directly
 engine: ddp
-symptom: a layer of the wrapped model, called on its own, keeps each rank's own gradient, silently
+symptom: if the caller calls a layer of the wrapped model directly, each rank silently keeps its own gradient
 reported: no report known
 affects: >=2.8.0
 fixed: not yet
@@ -15,12 +15,12 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=2 repro/ddp_noreport_submodule_called_directly.py
 
-The reducer is prepared by DDP's forward, so a backward that no forward of DDP came before is left alone. The
-same with find_unused_parameters=True and with static_graph=True.
+DDP's forward prepares the reducer, so DDP does not reduce in a backward without an earlier forward of DDP. The same
+happens with find_unused_parameters=True and with static_graph=True.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import os

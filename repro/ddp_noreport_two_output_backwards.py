@@ -1,8 +1,8 @@
-"""DDP that looks for unused parameters allows no backward for each of two outputs.
+"""DDP with find_unused_parameters=True raises in the second of two backwards, one for each of two outputs.
 
 id: two-output-backwards
 engine: ddp
-symptom: with find_unused_parameters=True, two outputs of disjoint graphs and a backward for each raise in the second
+symptom: with find_unused_parameters=True and two outputs of disjoint graphs, the second output's backward raises
 reported: no report known
 affects: >=2.8.0
 fixed: not yet
@@ -15,12 +15,12 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=1 repro/ddp_noreport_two_output_backwards.py
 
-One autograd function (_DDPSink) joins all outputs, and the first backward frees its graph. The same with
-static_graph=True. Without either option both gradients are right.
+One autograd function (_DDPSink) joins all outputs, and the first backward frees the graph of this function. The same
+happens with static_graph=True. Without either option both gradients are right.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import os

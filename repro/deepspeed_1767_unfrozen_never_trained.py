@@ -1,8 +1,8 @@
-"""A layer that is unfrozen after deepspeed.initialize is never trained.
+"""At ZeRO stages 1 and 2, DeepSpeed never trains a layer that is unfrozen after deepspeed.initialize.
 
 id: 1767
 engine: deepspeed
-symptom: a parameter that was frozen when the engine was built stays where it is when it is unfrozen
+symptom: a parameter that was frozen when the engine was built never changes, even after it is unfrozen
 reported: https://github.com/deepspeedai/DeepSpeed/issues/1767
 affects: >=0.16.4
 fixed: not yet
@@ -15,14 +15,14 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_1767_unfrozen_never_trained.py
 
-What trains is decided when the engine is built: the optimizer was given both layers, and DeepSpeed keeps those of them
-that require a gradient at that moment. Nothing says so later. Stage 2 does the same; stage 3 is
-deepspeed_5639_unfrozen_never_trained.py. The model is b * (a * x) with a = 2, b = 3, x = 1, a frozen; its gradients
-are [3, 2], so a step with the rate 1 gives [-1, 1].
+DeepSpeed decides which parameters train when the engine is built: the caller gives the optimizer both layers, and
+DeepSpeed keeps only the parameters that require a gradient at that moment. DeepSpeed gives no warning later. Stage 2
+does the same; deepspeed_5639_unfrozen_never_trained.py shows stage 3. The model is b * (a * x) with a = 2, b = 3, x =
+1, a frozen; its gradients are [3, 2], so a step with the rate 1 gives [-1, 1].
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -38,7 +38,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "the weights are [2.0, 1.0]"
@@ -52,7 +52,7 @@ CONFIG = {
 
 
 def chain(device):
-    """Two layers of one weight each; the first is frozen."""
+    """Return two layers of one weight each; the first layer is frozen."""
     model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)).to(device)
     for layer, value in zip(model, (2.0, 3.0), strict=True):
         nn.init.constant_(layer.weight, value)
@@ -61,7 +61,7 @@ def chain(device):
 
 
 def wanted_weights(model, inputs):
-    """The weights after the same step in plain PyTorch."""
+    """Return the weights after the same step in plain PyTorch."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     model[0].requires_grad_(True)
     model(inputs).sum().backward()

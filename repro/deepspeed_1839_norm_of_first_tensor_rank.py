@@ -1,8 +1,8 @@
-"""Clipping in bf16 at stage 0 under AutoTP uses the norm of the first rank's gradients.
+"""Under AutoTP in bf16 at stage 0, DeepSpeed clips by the norm of the first rank's gradients alone.
 
 id: 1839
 engine: deepspeed
-symptom: with AutoTP, bf16 and stage 0, gradients are clipped by the norm of the first tensor-parallel rank's part
+symptom: with AutoTP, bf16 and stage 0, DeepSpeed clips by the norm of the first tensor-parallel rank's part
 reported: https://github.com/deepspeedai/DeepSpeed/issues/1839
 affects: ==0.19.8
 fixed: not yet
@@ -15,14 +15,14 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=2 repro/deepspeed_1839_norm_of_first_tensor_rank.py
 
-FP16_UnfusedOptimizer, which trains bf16 at stage 0 with every optimizer but FusedAdam, passes a list of gradients to
-get_weight_norm, which looks for the marks of split weights. The parameters have them, their gradients have not, so that
-each is counted on the first rank of the group alone. FP16_Optimizer had the same bug until
+FP16_UnfusedOptimizer trains bf16 at stage 0 with every optimizer but FusedAdam. It passes a list of gradients to
+get_weight_norm, which looks for the marks of split weights. The parameters have these marks, but their gradients do
+not, so each gradient is counted only on the first rank of the group. FP16_Optimizer had the same bug until
 https://github.com/deepspeedai/DeepSpeed/pull/5411.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -39,7 +39,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "the norm of the first rank's part"
@@ -80,7 +80,7 @@ def main():
     engine.backward(engine(torch.ones(1, 2, device=device, dtype=torch.bfloat16)).sum())
     own = sum(param.grad.float().square().sum() for param in model.parameters())
     squares = [torch.zeros_like(own) for _ in range(2)]
-    dist.all_gather(squares, own)  # both weights are split, so that each rank has its own elements
+    dist.all_gather(squares, own)  # Both weights are split, so each rank has its own elements.
     whole_norm, first_norm = torch.stack(squares).sum().sqrt().item(), squares[0].sqrt().item()
     engine.step()
     norm = float(engine.get_global_grad_norm())

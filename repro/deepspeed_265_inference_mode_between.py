@@ -1,8 +1,8 @@
-"""A forward under torch.inference_mode between a forward and its backward breaks that backward at ZeRO stage 3.
+"""At ZeRO stage 3, a forward under torch.inference_mode between another forward and its backward breaks this backward.
 
 id: 265
 engine: deepspeed
-symptom: 'NoneType' object has no attribute 'next_functions', from a backward after an evaluation
+symptom: a backward after an evaluation raises 'NoneType' object has no attribute 'next_functions'
 reported: https://github.com/snowflakedb/ArcticTraining/issues/265
 affects: >=0.18.3
 fixed: not yet
@@ -15,13 +15,14 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_265_inference_mode_between.py
 
-What inference_mode gathers into the parameters are inference tensors, and the hook that counts the parameters used in
-this backward finds no grad_fn for them. With torch.no_grad() it is right, and so it is with one layer alone. The report
-is one of a project that uses DeepSpeed; in DeepSpeed's own tracker none was found. Right up to 0.18.2.
+The tensors that inference_mode gathers into the parameters are inference tensors. The hook that counts the parameters
+used in this backward finds no grad_fn for them. With torch.no_grad() the backward is right, and with a model of one
+layer too. The report is from a project that uses DeepSpeed; no report was found in DeepSpeed's own tracker. Releases up
+to 0.18.2 are right.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -38,7 +39,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 import deepspeed
 from deepspeed.utils import safe_get_full_grad
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "'NoneType' object has no attribute 'next_functions'"
@@ -47,7 +48,7 @@ CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
     "gradient_clipping": 0.0,
     "zero_allow_untested_optimizer": True,
-    # Without the threshold a model this small stays whole on every rank, and nothing is freed.
+    # Without this threshold, every rank keeps all weights of so small a model unsharded, and nothing is freed.
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
 }
 

@@ -1,8 +1,8 @@
-"""A layer used in two regions of reentrant checkpointing is reduced twice, which ZeRO-2 and 3 refuse.
+"""ZeRO-2 and 3 raise for a layer in two regions of reentrant checkpointing, because its gradient comes twice.
 
 id: 458
 engine: deepspeed
-symptom: has already been reduced, from the backward of a loss with one layer in two reentrant checkpoints
+symptom: "has already been reduced" in the backward of a loss with one layer in two reentrant checkpoints
 reported: https://github.com/deepspeedai/DeepSpeedExamples/issues/458
 affects: >=0.16.4
 fixed: not yet
@@ -16,12 +16,12 @@ Run it with nothing but torch and deepspeed installed:
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_458_reentrant_shared_layer.py
 
 A reentrant region runs a backward of its own, so the layer's gradient comes twice in one backward. With
-use_reentrant=False it is right. Stage 3 raises an AssertionError without words. Also reported:
+use_reentrant=False the gradient is right. Stage 3 raises an AssertionError without a message. Also reported:
 huggingface/transformers#18330.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -38,7 +38,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "has already been reduced"

@@ -1,8 +1,8 @@
-"""Under ZeRO-3 a layer that is unfrozen after deepspeed.initialize is never trained.
+"""Under ZeRO-3, DeepSpeed never trains a layer that is unfrozen after deepspeed.initialize.
 
 id: 5639
 engine: deepspeed
-symptom: a parameter that was frozen when the engine was built stays where it is when it is unfrozen
+symptom: a parameter that was frozen when the engine was built never changes, even after it is unfrozen
 reported: https://github.com/deepspeedai/DeepSpeed/issues/5639
 affects: >=0.16.4
 fixed: not yet
@@ -15,13 +15,14 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_5639_unfrozen_never_trained.py
 
-What trains is decided when the engine is built: a parameter that is frozen then has no place in its gradients. Nothing
-says so: its `grad` is there, this rank's own. The same at stage 1: deepspeed_1767_unfrozen_never_trained.py. The model
-is b * (a * x) with a = 2, b = 3, x = 1, a frozen; its gradients are [3, 2], so a step with the rate 1 gives [-1, 1].
+DeepSpeed decides which parameters train when the engine is built: a parameter that is frozen then has no place in
+DeepSpeed's gradients. DeepSpeed gives no warning: the parameter's `grad` exists, and is this rank's own gradient. Stage
+1 does the same: deepspeed_1767_unfrozen_never_trained.py. The model is b * (a * x) with a = 2, b = 3, x = 1, a frozen;
+its gradients are [3, 2], so a step with the rate 1 gives [-1, 1].
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -37,7 +38,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "the weights are [2.0, 1.0]"
@@ -46,13 +47,13 @@ CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
     "gradient_clipping": 0.0,
     "zero_allow_untested_optimizer": True,
-    # Without the threshold a model this small stays whole on every rank.
+    # Without this threshold, every rank keeps all weights of so small a model unsharded.
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
 }
 
 
 def chain(device):
-    """Two layers of one weight each; the first is frozen."""
+    """Return two layers of one weight each; the first layer is frozen."""
     model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)).to(device)
     for layer, value in zip(model, (2.0, 3.0), strict=True):
         nn.init.constant_(layer.weight, value)
@@ -61,7 +62,7 @@ def chain(device):
 
 
 def wanted_weights(model, inputs):
-    """The weights after the same step in plain PyTorch."""
+    """Return the weights after the same step in plain PyTorch."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     model[0].requires_grad_(True)
     model(inputs).sum().backward()

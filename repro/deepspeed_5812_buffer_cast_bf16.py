@@ -1,8 +1,8 @@
-"""The bf16 section rounds a buffer in fp32 to bf16.
+"""With the bf16 section, deepspeed.initialize rounds an fp32 buffer to bf16.
 
 id: 5812-buffer
 engine: deepspeed
-symptom: a buffer in fp32 is bf16 after deepspeed.initialize, its value rounded
+symptom: after deepspeed.initialize an fp32 buffer is bf16, and its value is rounded
 reported: https://github.com/deepspeedai/DeepSpeed/issues/5812
 affects: >=0.16.4,<=0.19.1
 fixed: 0.19.2
@@ -16,12 +16,12 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_5812_buffer_cast_bf16.py
 
-The whole module is converted, so that the frequencies of a rotary embedding, for one, are rounded as well. Fixed by
-#8066, which converts parameters alone. The same of frozen parameters: deepspeed_5812_frozen_cast_bf16.py.
+DeepSpeed converts the whole module, so it rounds, for example, the frequencies of a rotary embedding too. #8066 fixed
+this: it converts parameters only. deepspeed_5812_frozen_cast_bf16.py shows the same for frozen parameters.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -37,7 +37,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "the buffer is 256.0 in torch.bfloat16"

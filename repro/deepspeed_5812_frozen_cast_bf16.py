@@ -1,8 +1,8 @@
-"""The bf16 section rounds a frozen parameter in fp32 to bf16.
+"""With the bf16 section, deepspeed.initialize rounds a frozen fp32 parameter to bf16.
 
 id: 5812-frozen
 engine: deepspeed
-symptom: a frozen parameter in fp32 is bf16 after deepspeed.initialize, its value rounded
+symptom: after deepspeed.initialize a frozen fp32 parameter is bf16, and its value is rounded
 reported: https://github.com/deepspeedai/DeepSpeed/issues/5812
 affects: >=0.16.4
 fixed: not yet
@@ -15,12 +15,13 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_5812_frozen_cast_bf16.py
 
-Every parameter is converted, a frozen one too, which no optimizer works on and of which no fp32 copy is kept; the list
-`keep_in_fp32_modules` of 0.19.8 names buffers alone. The same of buffers: deepspeed_5812_buffer_cast_bf16.py.
+DeepSpeed converts every parameter, including frozen ones. No optimizer works on a frozen parameter, and DeepSpeed keeps
+no fp32 copy of it. The list `keep_in_fp32_modules` of 0.19.8 names buffers only. deepspeed_5812_buffer_cast_bf16.py
+shows the same for buffers.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -36,7 +37,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "the frozen parameter is 256.0 in torch.bfloat16"

@@ -1,4 +1,4 @@
-"""load_checkpoint runs a command that somebody put into a checkpoint's file.
+"""load_checkpoint runs a command that an attacker has put into a checkpoint's file.
 
 id: 6751
 engine: deepspeed
@@ -15,13 +15,13 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_6751_checkpoint_runs_code.py
 
-Files are read by `torch.load(..., weights_only=False)` (`runtime/checkpoint_engine/torch_checkpoint_engine.py`), which
-unpickles whatever they hold. #6751 wrote the argument out and left setting it to True as work to do. The command here
-makes a folder.
+load_checkpoint reads files by `torch.load(..., weights_only=False)`
+(`runtime/checkpoint_engine/torch_checkpoint_engine.py`), which unpickles any object in them. #6751 wrote this argument
+explicitly and left setting it to True as work to do. The command here makes a folder.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -40,7 +40,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "a command from the checkpoint ran"
@@ -60,7 +60,7 @@ class Command:
         self.path = path
 
     def __reduce__(self):
-        return os.makedirs, (self.path, 0o777, True)  # a file may be read twice
+        return os.makedirs, (self.path, 0o777, True)  # load_checkpoint may read a file twice
 
 
 def main():
@@ -71,7 +71,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         engine.save_checkpoint(folder, tag="saved")
         file, made = Path(folder) / "saved" / "mp_rank_00_model_states.pt", Path(folder) / "made"
-        state = torch.load(file, weights_only=False)  # our own
+        state = torch.load(file, weights_only=False)  # our own checkpoint
         torch.save({**state, "command": Command(str(made))}, file)
         try:
             engine.load_checkpoint(folder, tag="saved")

@@ -1,4 +1,4 @@
-"""Experts that drop no token exchange buffers of different sizes if ranks have different numbers of tokens.
+"""With drop_tokens=False, ranks with different numbers of tokens exchange expert buffers of different sizes.
 
 id: 6809
 engine: deepspeed
@@ -16,12 +16,13 @@ Run it with nothing but torch and deepspeed installed:
     torchrun --standalone --nproc_per_node=2 repro/deepspeed_6809_unequal_capacity.py
 
 Every token goes to the first expert. The ranks agree on the largest number of tokens that an expert gets, which is 8.
-Then each rank cuts it to its own number of tokens (deepspeed/moe/sharded_moe.py, top1gating): rank 1 has 4, so that the
-all-to-all has other sizes there. The script compares the sizes before the exchange, in which gloo ends the process.
+Then each rank limits this number to its own number of tokens (deepspeed/moe/sharded_moe.py, top1gating): rank 1 has 4
+tokens, so its all-to-all has other sizes. The script compares the sizes before the exchange, because gloo ends the
+process in the exchange.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -40,7 +41,7 @@ import deepspeed
 from deepspeed.moe import sharded_moe
 from deepspeed.moe.layer import MoE
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 OK = "repro: experts with unequal numbers of tokens OK."
@@ -50,7 +51,7 @@ CONFIG = {
     "zero_allow_untested_optimizer": True,
     "zero_optimization": {"stage": 0},
 }
-TOKENS = (8, 4)  # of each rank
+TOKENS = (8, 4)  # the number of tokens of each rank
 
 
 class UnequalSizesError(Exception):
@@ -58,7 +59,7 @@ class UnequalSizesError(Exception):
 
 
 def compare_sizes(group, buffer):
-    """Take the place of the exchange: raise UnequalSizesError, or return the buffer, if all ranks' are of one size."""
+    """Replace the exchange: return the buffer if all ranks' buffers have one size, else raise UnequalSizesError."""
     sizes = [None] * dist.get_world_size()
     dist.all_gather_object(sizes, tuple(buffer.shape))
     if len(set(sizes)) > 1:

@@ -1,8 +1,8 @@
-"""At ZeRO stage 3 the module is still held after engine.destroy().
+"""At ZeRO stage 3, DeepSpeed still holds the module after engine.destroy(), so the module is not deallocated.
 
 id: 7204
 engine: deepspeed
-symptom: the module given to initialize is alive after destroy(), with no reference of the caller's left
+symptom: the module given to initialize stays alive after destroy(), although the caller holds no reference to it
 reported: https://github.com/deepspeedai/DeepSpeed/issues/7204
 affects: >=0.16.4
 fixed: not yet
@@ -16,12 +16,12 @@ Run it with nothing but torch and deepspeed installed:
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_7204_module_outlives_destroy.py
 
 `setup_zero_stage3_hooks` (`runtime/zero/parameter_offload.py`) puts the module on a list of the process,
-FWD_MODULE_STACK, and nothing takes it off, so a program that trains one model after another keeps all of them. At
-stage 2 the module goes, which this script asks for first.
+FWD_MODULE_STACK, and nothing removes it. A program that trains one model after another keeps all of them. At stage 2
+the module is deallocated; the script checks this first.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import gc
@@ -39,7 +39,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "the module is alive after destroy() at ZeRO stage 3"
@@ -56,7 +56,7 @@ def config(stage):
 
 
 def alive_after_destroy(stage, device):
-    """Whether the module is still referenced after its engine was destroyed and the caller dropped both."""
+    """Return whether the module is still referenced after its engine was destroyed and the caller dropped both."""
     model = nn.Linear(4, 4).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config(stage))[0]

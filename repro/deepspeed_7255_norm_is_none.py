@@ -1,8 +1,8 @@
-"""engine.get_global_grad_norm() is None at stage 0 in fp32, although the step has computed the norm.
+"""engine.get_global_grad_norm() returns None at stage 0 in fp32, although the step has computed the norm.
 
 id: 7255
 engine: deepspeed
-symptom: get_global_grad_norm() is None after a step with clipping at stage 0 in fp32
+symptom: get_global_grad_norm() returns None after a step with clipping at stage 0 in fp32
 reported: https://github.com/deepspeedai/DeepSpeed/issues/7255
 affects: >=0.16.4
 fixed: not yet
@@ -15,11 +15,11 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_7255_norm_is_none.py
 
-clip_fp32_gradients calls clip_grad_norm_, which returns the norm, and drops it.
+clip_fp32_gradients calls clip_grad_norm_ and drops the norm that it returns.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -35,7 +35,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 OK = "repro: the gradient norm of a step at ZeRO stage 0 in fp32 OK."
@@ -50,7 +50,7 @@ def main():
     deepspeed.init_distributed()
     device = deepspeed.accelerator.get_accelerator().current_device_name()
     model = nn.Linear(2, 1, bias=False).to(device)
-    x = torch.tensor([[3.0, 4.0]], device=device)  # the gradient of the weight, so its norm is 5
+    x = torch.tensor([[3.0, 4.0]], device=device)  # the weight's gradient is the input, so the norm is 5
     wanted = torch.autograd.grad(model(x).sum(), model.weight)[0].norm().item()
 
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

@@ -1,8 +1,8 @@
-"""A second backward on a retained graph finds freed weights under ZeRO-3.
+"""Under ZeRO-3 a second backward on a retained graph finds that its weights were freed.
 
 id: 7352
 engine: deepspeed
-symptom: size mismatch in the second of two engine.backward calls on one forward
+symptom: the second of two engine.backward calls on one forward raises a size mismatch
 reported: https://github.com/deepspeedai/DeepSpeed/issues/7352
 affects: >=0.16.4
 fixed: not yet
@@ -15,13 +15,13 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_7352_retained_graph_zero3.py
 
-The gathered weights that autograd saved in the forward are freed after the first backward, although retain_graph=True
-says that they are needed again. Open pull requests: #8045, #8135.
-Also: backward.auxiliary_loss, double_backward.retained_same_loss and double_backward.retain_leaks_nothing at stage 3.
+ZeRO-3 frees the gathered weights, which autograd saved in the forward, after the first backward, although
+retain_graph=True says that they are needed again. Open pull requests: #8045, #8135. These laws also show the bug at
+stage 3: backward.auxiliary_loss, double_backward.retained_same_loss and double_backward.retain_leaks_nothing.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -38,7 +38,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 import deepspeed
 from deepspeed.utils import safe_get_full_grad
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "The size of tensor a (0) must match the size of tensor b"
@@ -47,7 +47,7 @@ CONFIG = {
     "train_micro_batch_size_per_gpu": 4,
     "gradient_clipping": 0.0,
     "zero_allow_untested_optimizer": True,
-    # Without the threshold a model this small stays whole on every rank, and nothing is freed.
+    # Without this threshold, every rank keeps all weights of so small a model unsharded, and nothing is freed.
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
 }
 

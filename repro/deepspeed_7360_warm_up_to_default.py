@@ -1,8 +1,8 @@
-"""WarmupLR without warmup_max_lr raises to 0.001, whatever the optimizer's learning rate is.
+"""WarmupLR without warmup_max_lr warms up to 0.001 instead of the optimizer's learning rate.
 
 id: 7360
 engine: deepspeed
-symptom: WarmupLR without warmup_max_lr trains at 0.001 in place of the optimizer's learning rate
+symptom: WarmupLR without warmup_max_lr trains at 0.001 instead of the optimizer's learning rate
 reported: https://github.com/deepspeedai/DeepSpeed/issues/7303
 affects: ==0.16.4
 fixed: 0.17.2
@@ -16,12 +16,12 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_7360_warm_up_to_default.py
 
-The default of the argument is 0.001. Since 0.17.2 it is the optimizer's rate, of the first group alone until 0.19.3
-(#8171).
+The default of warmup_max_lr is 0.001. Since 0.17.2 the default is the optimizer's learning rate, until 0.19.3 the rate
+of the first group alone (#8171).
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -37,7 +37,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "the rate after the warm-up is 0.001"

@@ -16,12 +16,12 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_7534_autocast_scaled_norm.py
 
-The loss is scaled for bf16 as for fp16, and the norm is taken of gradients that are not unscaled yet. ZeRO-3 is right.
-Reported among the comments on #6993, fixed by #7534.
+DeepSpeed scales the loss for bf16 as for fp16, and computes the norm from gradients that are not unscaled yet. ZeRO-3
+is right. The bug was reported in the comments on #6993 and fixed by #7534.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -37,7 +37,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "the reported norm is 65536 times the true one"

@@ -1,4 +1,4 @@
-"""zero.Init leaves a class without its own __init__ with that of its last base.
+"""After zero.Init, a class without its own __init__ runs the __init__ of its last base class only.
 
 id: 7566
 engine: deepspeed
@@ -16,12 +16,12 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_7566_init_replaced.py
 
-It wraps the __init__ of each class that has one of its own, and at the end puts the old one back also in classes that
-only inherit it, over the __init__ that a base which is no module gives them.
+zero.Init wraps the __init__ of each class that defines one. At the end it restores the old __init__ also on classes
+that only inherit theirs. This hides the __init__ that such a class inherits from a base class which is not a module.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -37,7 +37,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "the mixin's __init__ did not run"

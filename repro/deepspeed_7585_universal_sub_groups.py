@@ -1,8 +1,8 @@
-"""ds_to_universal fails on a checkpoint of ZeRO stage 3 with several sub-groups.
+"""ds_to_universal raises for a checkpoint of ZeRO stage 3 with several sub-groups.
 
 id: 7585
 engine: deepspeed
-symptom: ds_to_universal: start + length exceeds dimension size, with a small sub_group_size
+symptom: with a small sub_group_size, ds_to_universal raises "start + length exceeds dimension size"
 reported: https://github.com/deepspeedai/DeepSpeed/issues/7584
 affects: ==0.17.6
 fixed: 0.18.0
@@ -16,11 +16,11 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_7585_universal_sub_groups.py
 
-It looks for all weights in the flat buffer of the first sub-group.
+ds_to_universal looks for all weights in the flat buffer of the first sub-group.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -39,7 +39,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "exceeds dimension size"
@@ -49,7 +49,7 @@ CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
     "gradient_clipping": 0.0,
     "zero_allow_untested_optimizer": True,
-    # Without the threshold a model this small stays whole on every rank.
+    # Without this threshold, every rank keeps all weights of so small a model unsharded.
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "sub_group_size": 20},
 }
 
@@ -62,7 +62,7 @@ def build(**options):
 
 
 def convert(source):
-    """Convert a checkpoint with DeepSpeed's own command, and make it the one that load_checkpoint looks for."""
+    """Convert a checkpoint with DeepSpeed's own command, and make the result the one that load_checkpoint looks for."""
     arguments = ["--input_folder", f"{source}/saved", "--output_folder", f"{source}/universal"]
     command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *arguments, "--inject_missing_state"]
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}

@@ -1,8 +1,8 @@
-"""A checkpoint in bf16 at ZeRO stage 0 cannot be loaded.
+"""load_checkpoint raises for a bf16 checkpoint at ZeRO stage 0.
 
 id: 7586
 engine: deepspeed
-symptom: bf16 without ZeRO: load_checkpoint raises, because it looks for a ZeRO checkpoint
+symptom: in bf16 without ZeRO load_checkpoint raises, because it looks for a ZeRO checkpoint
 reported: https://github.com/deepspeedai/DeepSpeed/issues/7571
 affects: ==0.17.6
 fixed: 0.18.0
@@ -16,11 +16,12 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_7586_load_without_zero.py
 
-With bf16 the engine loads the optimizer's state as that of ZeRO, which the optimizer of stage 0 is not.
+In bf16 the engine loads the optimizer state as if the optimizer were a ZeRO optimizer, but the optimizer of stage 0 is
+none.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -37,7 +38,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "load_checkpoint at stage 0 reads a ZeRO checkpoint"

@@ -1,8 +1,8 @@
-"""A checkpoint with elastic_checkpoint cannot be saved with torch's Adam.
+"""With elastic_checkpoint, save_checkpoint raises for the optimizer state of torch's Adam.
 
 id: 7659
 engine: deepspeed
-symptom: elastic_checkpoint: save_checkpoint raises for optimizer state without dimensions, such as a step count
+symptom: with elastic_checkpoint, save_checkpoint raises for optimizer state without dimensions, such as a step count
 reported: https://github.com/deepspeedai/DeepSpeed/pull/7659
 affects: >=0.16.4,<=0.18.1
 fixed: 0.18.2
@@ -16,11 +16,11 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_7659_elastic_step_count.py
 
-It cuts the padding off each tensor of the state by a slice.
+save_checkpoint removes the padding of each tensor of the optimizer state by a slice.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -37,7 +37,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "slice() cannot be applied to a 0-dim tensor"

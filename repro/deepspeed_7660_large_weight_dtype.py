@@ -1,4 +1,4 @@
-"""A weight larger than a bucket raises if communication_data_type is not the model's dtype.
+"""The backward raises for a weight larger than a bucket if communication_data_type is not the model's dtype.
 
 id: 7660
 engine: deepspeed
@@ -16,11 +16,11 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_7660_large_weight_dtype.py
 
-It is put aside by the dtype of the weight, and looked up by that of the communication.
+DeepSpeed stores such a weight under the dtype of the weight, and looks it up under the dtype of the communication.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -36,7 +36,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "a weight larger than a bucket was not found"

@@ -1,8 +1,8 @@
-"""loss.backward() in the place of engine.backward(loss) reduces nothing, and the step then raises.
+"""If the caller runs loss.backward() instead of engine.backward(loss), nothing is reduced and the step raises.
 
 id: 7665
 engine: deepspeed
-symptom: KeyError in engine.step() after loss.backward(), which itself raises nothing
+symptom: engine.step() raises KeyError after loss.backward(), which itself does not raise
 reported: https://github.com/deepspeedai/DeepSpeed/pull/7665
 affects: <=0.18.2
 fixed: 0.18.3
@@ -16,12 +16,12 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_7665_direct_backward.py
 
-Division by the accumulation steps and the end of the reduction are parts of engine.backward. #7665 moves both into
-hooks.
+engine.backward divides by the accumulation steps and ends the reduction. #7665 moves both into hooks, which
+loss.backward() runs too.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -37,7 +37,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "engine.step() after loss.backward() raises KeyError: 0"
@@ -58,7 +58,7 @@ def new_model(device):
 
 
 def used_gradient(stage, micro_batches):
-    """Return what the step subtracts from the weight, or the known error of this release."""
+    """Return the gradient that the step subtracts from the weight, or the known error of this release."""
     model = new_model(micro_batches[0].device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     config = {**CONFIG, "zero_optimization": {"stage": stage}}

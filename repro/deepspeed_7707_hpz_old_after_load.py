@@ -1,4 +1,4 @@
-"""With hpZ at ZeRO stage 3 forwards after load_checkpoint use the weights from before it.
+"""With hpZ at ZeRO stage 3, forwards after load_checkpoint use the weights from before the load.
 
 id: 7707
 engine: deepspeed
@@ -16,12 +16,13 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=2 repro/deepspeed_7707_hpz_old_after_load.py
 
-The first gather of a weight keeps a secondary copy of it, from which later gathers read. A step invalidates the copies;
-a load did not until 0.18.3, and does not for frozen weights yet.
+The first gather of a weight keeps a secondary copy of the weight, and later gathers read this copy. A step invalidates
+the copies. A load did not invalidate any copies until 0.18.3, and still does not invalidate the copies of frozen
+weights.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -39,7 +40,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "the output after the load is that of the old weight"
@@ -48,7 +49,7 @@ OK = "repro: a weight after a load with hpZ OK."
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
     "zero_allow_untested_optimizer": True,
-    # Without the threshold a model this small stays whole on every rank.
+    # Without this threshold, every rank keeps all weights of so small a model unsharded.
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "zero_hpz_partition_size": 2},
 }
 

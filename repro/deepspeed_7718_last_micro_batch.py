@@ -1,8 +1,8 @@
-"""ZeRO-2 with gradient accumulation steps with the last micro-batch's gradient alone.
+"""With gradient accumulation, a step of ZeRO-2 uses the gradient of the last micro-batch alone.
 
 id: 7718
 engine: deepspeed
-symptom: gradient norms too small under ZeRO-2 with accumulation, right under ZeRO-3
+symptom: with accumulation, gradient norms are too small under ZeRO-2 and right under ZeRO-3
 reported: https://github.com/deepspeedai/DeepSpeed/issues/7718
 affects: >=0.17.6,<=0.18.2
 fixed: 0.18.3
@@ -16,11 +16,11 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_7718_last_micro_batch.py
 
-Each backward replaces the gradients that the ones before have left in the partition, instead of adding to them.
+Each backward replaces the gradients that earlier backwards left in the partition, instead of adding to them.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -36,7 +36,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "the step used the last micro-batch alone"
@@ -63,7 +63,7 @@ def main():
     for each in micro_batches:
         engine.backward(engine(each).sum())
         engine.step()
-    used = -model.weight.item()  # from zero, SGD with lr 1 has subtracted just the gradient
+    used = -model.weight.item()  # SGD with lr 1 has subtracted the gradient from zero
     if used == last / 2:
         print(f"repro: REPRODUCED: {SIGNATURE}: {used} instead of {(first + last) / 2}\n", end="", flush=True)
         return 1

@@ -1,8 +1,8 @@
-"""engine.backward(loss, scale_wrt_gas=False) divides by the accumulation steps all the same.
+"""engine.backward(loss, scale_wrt_gas=False) still divides by the accumulation steps.
 
 id: 7724
 engine: deepspeed
-symptom: silent: a loss that the caller has divided is divided a second time (accelerate, with accumulation)
+symptom: silent: DeepSpeed divides a loss that the caller has already divided (accelerate, with accumulation)
 reported: https://github.com/huggingface/accelerate/issues/3877
 affects: ==0.18.3
 fixed: 0.18.4
@@ -16,11 +16,11 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_7724_unscaled_loss_divided.py
 
-The hook that divides gradients for a direct loss.backward() divides those of engine.backward() too.
+The hook that divides the gradients of a direct loss.backward() also divides the gradients of engine.backward().
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -36,7 +36,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "the gradient was divided a second time"

@@ -1,4 +1,4 @@
-"""An output that gets no gradient makes the backward raise.
+"""The backward raises if an output of the model gets no gradient.
 
 id: 7725
 engine: deepspeed
@@ -16,12 +16,12 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_7725_output_without_gradient.py
 
-A hook on every output of the forward divides its gradient for the accumulation, and does not expect that there may be
-none.
+A hook on every output of the forward divides the gradient of the output by the accumulation steps. The hook does not
+expect that this gradient can be None.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -37,7 +37,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "unsupported operand type(s) for /: 'NoneType' and 'int'"
@@ -51,7 +51,7 @@ CONFIG = {
 
 
 class GradientStop(torch.autograd.Function):
-    """Return two tensors of one node, and no gradient for the input."""
+    """Return two tensors of one autograd node, and no gradient for the input."""
 
     @staticmethod
     def forward(ctx, x):

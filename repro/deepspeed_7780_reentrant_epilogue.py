@@ -1,8 +1,8 @@
-"""With reentrant checkpointing, what comes after the checkpoint in out.backward(g) is never reduced.
+"""With reentrant checkpointing, out.backward(g) leaves the gradients of the layers before the checkpoint unreduced.
 
 id: 7780
 engine: deepspeed
-symptom: layers before a reentrant checkpoint do not learn at ZeRO stages 1 and 2; errors in later steps
+symptom: at ZeRO stages 1 and 2 layers before a reentrant checkpoint do not learn, and later steps raise
 reported: https://github.com/deepspeedai/DeepSpeed/pull/7780
 affects: >=0.18.3,<=0.18.4
 fixed: 0.18.5
@@ -16,12 +16,13 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_7780_reentrant_epilogue.py
 
-The end of the reduction waits for as many gradients as the graph shows when the first one comes. The checkpointed layer
-is not in that graph yet, so the end comes one layer too early. Stage 3 raises in the first step.
+The end of the reduction waits for as many gradients as the graph shows when the first gradient arrives. The
+checkpointed layer is not in that graph yet, so the reduction ends one layer too early. Stage 3 raises in the first
+step.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -38,7 +39,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "the layer before the checkpoint got no gradient"
@@ -63,7 +64,7 @@ class ThreeLayers(nn.Module):
 
 
 def used_gradients(stage, x, g):
-    """What the first step subtracts from the weight of each layer."""
+    """Return the gradients that the first step subtracts from the weight of each layer."""
     model = ThreeLayers().to(x.device)
     before = [weight.item() for weight in model.parameters()]
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

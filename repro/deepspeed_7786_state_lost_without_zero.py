@@ -1,8 +1,8 @@
-"""In bf16 at ZeRO stage 0 a checkpoint does not bring the optimizer's state back.
+"""In bf16 at ZeRO stage 0, load_checkpoint does not restore the optimizer state.
 
 id: 7786
 engine: deepspeed
-symptom: silent: bf16 without ZeRO resumes from a checkpoint without optimizer state
+symptom: silent: in bf16 without ZeRO, training resumes from a checkpoint without its optimizer state
 reported: https://github.com/deepspeedai/DeepSpeed/pull/7786
 affects: ==0.18.3
 fixed: 0.18.5
@@ -16,12 +16,12 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_7786_state_lost_without_zero.py
 
-With bf16 the engine takes the optimizer's state for that of ZeRO, which is saved and loaded apart, and since 0.18.0 it
-does not load that at stage 0.
+In bf16 the engine treats the optimizer state as that of ZeRO, which DeepSpeed saves and loads separately. Since 0.18.0
+DeepSpeed does not load this separate state at stage 0.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -38,7 +38,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "the momentum is lost"
@@ -76,7 +76,7 @@ def main():
         engine.save_checkpoint(folder)
         resumed.load_checkpoint(folder)
     wanted, moved = step(engine), step(resumed)
-    assert wanted == -1.5, wanted  # the momentum 1 of the first step, halved, and the gradient 1
+    assert wanted == -1.5, wanted  # half of the momentum 1 of the first step, plus the gradient 1
     if moved == -1.0:  # the gradient alone
         print(f"repro: REPRODUCED: {SIGNATURE}: moved by {moved} instead of {wanted}\n", end="", flush=True)
         return 1

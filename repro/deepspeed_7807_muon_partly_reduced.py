@@ -1,4 +1,4 @@
-"""At ZeRO stages 1 and 2 each rank applies Muon to a matrix of which only its own part is reduced.
+"""At ZeRO stages 1 and 2, each rank applies Muon to a matrix of which only the rank's own part is reduced.
 
 id: 7807
 engine: deepspeed
@@ -16,13 +16,13 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=2 repro/deepspeed_7807_muon_partly_reduced.py
 
-A rank gets the mean of its own part of a gradient, and orthogonalizes the whole matrix. In the other parts is the
-gradient of this rank alone, divided by the number of ranks. On 0.18.0, whose muon_update() has no ns_method, the
-law shows it.
+A rank gets the mean of its own part of a gradient, but orthogonalizes the whole matrix. The other parts hold the
+gradient of this rank alone, divided by the number of ranks. The script does not run on 0.18.0, whose muon_update() has
+no ns_method; on 0.18.0 the law shows the bug.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -39,9 +39,9 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 import deepspeed
 from deepspeed.runtime.zero.muon.original_muon import muon_update
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
-torch.compiler.set_stance("force_eager")  # compiling Muon takes a minute
+torch.compiler.set_stance("force_eager")  # to compile Muon would take a minute
 
 SIGNATURE = "the weight is not that of the mean gradient"
 OK = "repro: Muon of a matrix that two ranks share OK."

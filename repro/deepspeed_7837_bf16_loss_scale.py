@@ -1,4 +1,4 @@
-"""In bf16 at ZeRO stage 0 gradients are divided by a loss scale that the loss was never multiplied by.
+"""In bf16 at ZeRO stage 0, DeepSpeed divides gradients by a loss scale although it never scaled the loss.
 
 id: 7837
 engine: deepspeed
@@ -16,12 +16,13 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_7837_bf16_loss_scale.py
 
-The optimizer wrapper for fp16 is used for bf16 too, with its initial loss scale of 65536, and its step unscales. Since
-0.18.3 engine.backward does not go through the wrapper's backward any more, which scaled the loss. Fixed by #7839.
+DeepSpeed uses the fp16 optimizer wrapper for bf16 too, with its initial loss scale of 65536, and the wrapper's step
+unscales. Since 0.18.3 engine.backward does not call the wrapper's backward any more, which scaled the loss. Fixed by
+#7839.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -37,7 +38,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "the step used the gradient divided by 65536"
@@ -62,7 +63,7 @@ def main():
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)[0]
     engine.backward(engine(inputs.bfloat16()).sum())
     engine.step()
-    used = -engine.module.weight.item()  # from zero, SGD with lr 1 has subtracted just the gradient
+    used = -engine.module.weight.item()  # SGD with lr 1 has subtracted the gradient from zero
     if used == wanted / 65536:
         print(f"repro: REPRODUCED: {SIGNATURE}: {used} instead of {wanted}\n", end="", flush=True)
         return 1

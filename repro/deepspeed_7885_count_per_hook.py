@@ -1,8 +1,8 @@
-"""Each gradient hook counts the parameters of the whole backward anew: quadratic work in their number.
+"""Each gradient hook counts all parameters of the backward again, so the work is quadratic in their number.
 
 id: 7885
 engine: deepspeed
-symptom: training under ZeRO is much slower than with the release before, the more so the more parameters
+symptom: training under ZeRO is much slower than with the release before, above all with many parameters
 reported: https://github.com/deepspeedai/DeepSpeed/issues/7885
 affects: >=0.18.5,<=0.18.6
 fixed: 0.18.7
@@ -16,11 +16,12 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_7885_count_per_hook.py
 
-It counts calls, as times say little of so small a model. The call came with #7780; #7886 makes it once in a backward.
+The script counts calls, because times say little about so small a model. #7780 added the call; #7886 makes one call per
+backward.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -37,7 +38,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "count_used_parameters_in_backward ran once for each of 20 parameters"

@@ -1,8 +1,8 @@
-"""Gradients of a backward inside the forward, as TiledFusedLogitsLoss runs it, are counted with the caller's backward.
+"""DeepSpeed counts gradients of a backward inside the forward (TiledFusedLogitsLoss) with the caller's backward.
 
 id: 7886
 engine: deepspeed
-symptom: ZeRO counts more gradients than the backward has; by the count, its end comes too early
+symptom: ZeRO counts more gradients than the backward has, so by this count the backward ends too early
 reported: https://github.com/deepspeedai/DeepSpeed/pull/7886
 affects: >=0.18.5,<=0.18.6
 fixed: 0.18.7
@@ -16,13 +16,13 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_7886_counted_in_forward.py
 
-The counters are set to zero when the forward begins, and that loss runs one backward for each of its shards before the
-forward ends. No wrong gradient was seen here: a callback of autograd's ends the backward, and the count decides only
-where torch has none. So this reads the counter itself.
+DeepSpeed sets the counters to zero when the forward begins. TiledFusedLogitsLoss runs one backward for each of its
+shards before the forward ends. No wrong gradient was observed here: a callback of autograd ends the backward, and the
+count decides only in a torch without this callback. So the script reads the counter itself.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -39,7 +39,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 import deepspeed
 from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "gradients of the forward's own backwards were counted too"
@@ -68,7 +68,7 @@ class TiledModel(nn.Module):
 
 
 def gradients_counted(stage, inputs, target):
-    """How many gradients the engine has counted at the end of a backward."""
+    """Return how many gradients the engine has counted at the end of a backward."""
     model = TiledModel().to(inputs.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     config = {**CONFIG, "zero_optimization": {"stage": stage}}
@@ -82,7 +82,7 @@ def main():
     device = deepspeed.accelerator.get_accelerator().current_device_name()
     torch.manual_seed(0)
     inputs, target = torch.randn(1, 4, 4).to(device), torch.zeros(1, 4, dtype=torch.int64, device=device)
-    wanted = 2  # weight and bias of the body; the head got its gradient in the forward, and is no part of the backward
+    wanted = 2  # weight and bias of the body; the head got its gradient in the forward and is not part of the backward
 
     counted = {stage: gradients_counted(stage, inputs, target) for stage in STAGES}
     if all(count == wanted + SHARDS for count in counted.values()):

@@ -1,8 +1,8 @@
-"""torch.func cannot pass through the linear layer that ZeRO-3 puts in the place of torch's.
+"""torch.func raises over the linear layer with which ZeRO-3 replaces torch.nn.functional.linear.
 
 id: 7913
 engine: deepspeed
-symptom: the functorch error from torch.func.grad_and_value over zero3_linear_wrap
+symptom: torch.func.grad_and_value over zero3_linear_wrap raises: the function has no setup_context staticmethod
 reported: https://github.com/deepspeedai/DeepSpeed/issues/7913
 affects: <=0.19.0
 fixed: 0.19.1
@@ -16,12 +16,12 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_7913_torch_func_linear.py
 
-Under ZeRO-3, torch.nn.functional.linear becomes zero3_linear_wrap. A loss that uses torch.func itself, as fused linear
-losses and distillation losses do, then takes the gradient through LinearFunctionForZeroStage3. Fixed by #7916.
+Under ZeRO-3, torch.nn.functional.linear becomes zero3_linear_wrap. If a loss itself uses torch.func, as fused linear
+losses and distillation losses do, torch.func then differentiates LinearFunctionForZeroStage3. Fixed by #7916.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import os
@@ -41,7 +41,7 @@ OK = "repro: grad_and_value over zero3_linear_wrap (LinearFunctionForZeroStage3)
 
 
 def fused_loss(linear):
-    """A loss with the output layer inside, differentiated by torch.func: gradients of hidden, weight and bias."""
+    """Return the gradients of hidden, weight and bias by torch.func, for a loss that contains the output layer."""
 
     def loss(hidden, weight, bias, target):
         return F.cross_entropy(linear(hidden, weight, bias), target)

@@ -1,8 +1,8 @@
-"""An engine with torch_autocast changes what every other engine of the process does with its gradients.
+"""An engine with torch_autocast changes how all other engines of the process handle their gradients.
 
 id: 7946
 engine: deepspeed
-symptom: KeyError: torch.bfloat16 in the backward of an engine that was built before another one with torch_autocast
+symptom: the backward of an engine raises KeyError: torch.bfloat16 if an engine with torch_autocast was built later
 reported: https://github.com/deepspeedai/DeepSpeed/pull/7946
 affects: >=0.17.6
 fixed: not yet
@@ -15,13 +15,14 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_7946_other_engines_autocast.py
 
-That autocast is on is a global of the process (TORCH_AUTOCAST_INITIALIZED). The older engine made its buckets for its
-own communication_data_type, fp32, and now asks for one in its parameters' dtype. An engine built after it raises
-nothing, and ignores its communication_data_type. Stages 1 to 3; #7946 is open.
+A global variable of the process (TORCH_AUTOCAST_INITIALIZED) records that autocast is on. The older engine made its
+buckets for its own communication_data_type, fp32, and now asks for a bucket in its parameters' dtype. An engine that is
+built after the engine with torch_autocast raises nothing, and ignores its communication_data_type. Stages 1 to 3 have
+the bug; #7946 is open.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -37,7 +38,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "KeyError: torch.bfloat16"

@@ -2,7 +2,7 @@
 
 id: 7948
 engine: deepspeed
-symptom: RuntimeError about a view modified in place in the first engine.step() of more than one rank
+symptom: with more than one rank the first engine.step() raises RuntimeError about a view modified in place
 reported: https://github.com/deepspeedai/DeepSpeed/pull/7948
 affects: >=0.18.7,<=0.18.9
 fixed: 0.19.0
@@ -16,12 +16,12 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=2 repro/deepspeed_7948_split_view_inplace.py
 
-Parameters that require a gradient are concatenated into the buffer, so it has a grad_fn, and autograd refuses that the
-step writes into parts of it. One rank alone does not raise.
+DeepSpeed concatenates parameters that require a gradient into the flat buffer, so the buffer has a grad_fn. Autograd
+then refuses the step's writes into parts of the buffer. One rank alone does not raise.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -37,7 +37,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "is a view and is being modified inplace"
@@ -51,7 +51,7 @@ CONFIG = {
 
 
 def error_of_first_step(stage, inputs):
-    """The text of the error known of this release, or None where the step is right."""
+    """Return the text of the error known of this release, or None if the step is right."""
     model = nn.Linear(1, 1).to(inputs.device)
     for param in model.parameters():
         nn.init.zeros_(param)
@@ -67,7 +67,7 @@ def error_of_first_step(stage, inputs):
         if SIGNATURE not in str(error):
             raise
         return str(error)
-    # From zero, SGD with lr 1 has subtracted just the gradient.
+    # SGD with lr 1 has subtracted the gradient from zero.
     torch.testing.assert_close([-param for param in model.parameters()], list(wanted))
     return None
 

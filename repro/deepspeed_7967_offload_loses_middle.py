@@ -1,4 +1,4 @@
-"""With an offloaded optimizer ZeRO stages 1 and 2 lose the micro-batches between the first and the last of a window.
+"""With an offloaded optimizer, ZeRO stages 1 and 2 drop all micro-batches of a window but the first and the last.
 
 id: 7967
 engine: deepspeed
@@ -16,12 +16,12 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_7967_offload_loses_middle.py
 
-The sum of a window is copied to the CPU by its first micro-batch alone. Each later one adds that copy to its own
-gradient, and the last one's sum is used.
+Only the first micro-batch copies the sum of a window to the CPU. Each later micro-batch adds that copy to its own
+gradient, and the step uses the sum of the last micro-batch.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -37,7 +37,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "the step used the first and the last micro-batch alone"
@@ -62,7 +62,7 @@ def main():
     for value in (4.0, 8.0, 12.0, 16.0):
         engine.backward(engine(torch.full((1, 1), value, device=engine.device)).sum())
         engine.step()
-    used = -engine.module.weight.item()  # from zero, SGD with lr 1 has subtracted just the gradient
+    used = -engine.module.weight.item()  # SGD with lr 1 has subtracted the gradient from zero
     if used == 5.0:
         print(f"repro: REPRODUCED: {SIGNATURE}: {used} instead of 10.0\n", end="", flush=True)
         return 1

@@ -1,8 +1,8 @@
-"""WarmupCosineLR lets all parameter groups but the first take their first step at the full rate.
+"""WarmupCosineLR does not warm up the first step of any parameter group but the first.
 
 id: 7969
 engine: deepspeed
-symptom: WarmupCosineLR: the first step of all parameter groups but the first is at the full learning rate
+symptom: WarmupCosineLR: all parameter groups but the first take their first step at the full learning rate
 reported: https://github.com/deepspeedai/DeepSpeed/pull/7969
 affects: >=0.17.6,<=0.18.6
 fixed: 0.19.0
@@ -16,11 +16,12 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_7969_cosine_of_groups.py
 
-Before the first step it returns one rate for all groups, and a zip with the groups ends after the first.
+Before the first step WarmupCosineLR returns one learning rate for all groups, and its zip with the groups ends after
+the first group.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -36,7 +37,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "the rate of the second group does not warm up"

@@ -1,8 +1,8 @@
-"""With an offloaded optimizer the last of several backwards before a step replaces the ones before.
+"""With an offloaded optimizer, the last of several backwards before a step replaces the gradients of the earlier ones.
 
 id: 7981
 engine: deepspeed
-symptom: with offload_optimizer and accumulation 1 a step after several backwards uses the last gradient alone
+symptom: with offload_optimizer and accumulation 1, a step after several backwards uses the last gradient alone
 reported: https://github.com/deepspeedai/DeepSpeed/pull/7981
 affects: >=0.17.6,<=0.18.6
 fixed: 0.19.0
@@ -16,13 +16,13 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_7981_offload_last_backward.py
 
-Stages 1 and 2 keep a sum on the CPU only if gradient_accumulation_steps is larger than 1; the backward at the boundary
-then overwrites the partition. set_gradient_accumulation_boundary(False) before all but the last backward is how
-DeepSpeed documents several backwards.
+Stages 1 and 2 keep a sum on the CPU only if gradient_accumulation_steps is larger than 1; otherwise each backward is at
+the boundary and overwrites the partition. DeepSpeed documents set_gradient_accumulation_boundary(False) before all but
+the last backward as the way to run several backwards.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -38,7 +38,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "the step used the last backward alone"
@@ -63,7 +63,7 @@ def main():
         engine.set_gradient_accumulation_boundary(is_last)
         engine.backward(engine(torch.full((1, 1), value, device=engine.device)).sum())
     engine.step()
-    used = -engine.module.weight.item()  # from zero, SGD with lr 1 has subtracted just the gradient
+    used = -engine.module.weight.item()  # SGD with lr 1 has subtracted the gradient from zero
     if used == 6.0:
         print(f"repro: REPRODUCED: {SIGNATURE}: {used} instead of 8.0\n", end="", flush=True)
         return 1

@@ -1,4 +1,4 @@
-"""BF16_Optimizer adds the last micro-batch of a window after the reduction, from each rank's own gradient.
+"""BF16_Optimizer adds the last micro-batch's gradient after the reduction, so each rank steps with its own gradient.
 
 id: 7985
 engine: deepspeed
@@ -16,12 +16,12 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=2 repro/deepspeed_7985_last_micro_batch_unreduced.py
 
-The engine reduces the sum in fp32, and only then lets the optimizer add the gradients of the backward that has just
-ended. Each rank owns a part of the weights, and steps it with its own gradient of that micro-batch.
+The engine reduces the fp32 sum first, and only then lets the optimizer add the gradients of the backward that has just
+ended. Each rank owns a part of the weights, and steps this part with its own gradient of the last micro-batch.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -37,7 +37,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "each rank stepped its part by its own last micro-batch"

@@ -1,4 +1,4 @@
-"""At ZeRO stage 3 a module that is attached after initialize makes the next forward raise.
+"""At ZeRO stage 3, attaching a module after initialize makes the next forward raise.
 
 id: 8009
 engine: deepspeed
@@ -16,12 +16,12 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_8009_module_attached_late.py
 
-The engine sets a mark in the container of each module's parameters, which it has replaced at the start by a class of
-its own; since torch 2.5 the container is a plain dict.
+The engine sets a mark in the container of each module's parameters. At the start the engine replaces these containers
+by a class of its own. A module that is attached later keeps its plain dict (torch 2.5 and later).
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -37,7 +37,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "'dict' object has no attribute '_in_forward'"

@@ -1,8 +1,8 @@
-"""torch.func.vmap cannot pass through the linear layer that ZeRO-3 puts in the place of torch's.
+"""torch.func.vmap raises over the linear layer with which ZeRO-3 replaces torch.nn.functional.linear.
 
 id: 8023
 engine: deepspeed
-symptom: the functorch error from torch.func.vmap over zero3_linear_wrap
+symptom: torch.func.vmap over zero3_linear_wrap raises: the function has no setup_context staticmethod
 reported: https://github.com/deepspeedai/DeepSpeed/pull/8023
 affects: <=0.19.0
 fixed: 0.19.1
@@ -16,13 +16,13 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_8023_vmap_linear.py
 
-Two causes, one behind the other: the function has no setup_context (#7913, fixed by #7916), and then no rule for vmap
-(fixed by #8023). Both fixes came with 0.19.1, so releases show the first error, and only a checkout in between the
-second.
+There are two causes, and the first hides the second: the function has no setup_context (#7913, fixed by #7916), and it
+has no rule for vmap (fixed by #8023). Both fixes came with 0.19.1, so releases show the first error, and only a
+checkout between the two fixes shows the second.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import os
@@ -43,7 +43,7 @@ OK = "repro: vmap over zero3_linear_wrap (LinearFunctionForZeroStage3) OK."
 
 
 def each_row(linear):
-    """The layer over single rows of its input, with one weight and bias for all."""
+    """Return the outputs of the layer for single rows of its input, with one weight and bias for all rows."""
     return torch.func.vmap(linear, in_dims=(0, None, None))
 
 

@@ -1,8 +1,8 @@
-"""torch.autograd.grad of an engine's output is divided by the gradient accumulation steps.
+"""DeepSpeed divides the result of torch.autograd.grad of an engine's output by the gradient accumulation steps.
 
 id: 8026-autograd
 engine: deepspeed
-symptom: torch.autograd.grad(engine(x).sum(), x) is a quarter of the truth at four accumulation steps
+symptom: torch.autograd.grad(engine(x).sum(), x) is a quarter of the right value at four accumulation steps
 reported: https://github.com/deepspeedai/DeepSpeed/pull/8026
 affects: >=0.18.3
 fixed: not yet
@@ -15,13 +15,13 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_8026_autograd_grad_divided.py
 
-Silent at stage 1. The hook on the engine's output divides, and begins a backward of the engine, in whatever backward
-passes through it; #8026 exempts torch.func alone. For the same reason stage 2 raises IndexError, stage 0 RuntimeError.
-Right up to 0.18.2.
+The failure is silent at stage 1. The hook on the engine's output divides, and begins a backward of the engine, in any
+backward that passes through this output; #8026 exempts torch.func only. For the same reason stage 2 raises IndexError,
+and stage 0 RuntimeError. Releases up to 0.18.2 are right.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -37,7 +37,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 OK = "repro: torch.autograd.grad of the output, 4 accumulation steps, at ZeRO stage 1 OK."

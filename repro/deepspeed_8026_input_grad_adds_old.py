@@ -2,7 +2,7 @@
 
 id: input-grad-adds-old
 engine: deepspeed
-symptom: silent: a gradient at stage 3 is the sum of its own and that of the step before
+symptom: silent: at stage 3, a step uses the sum of its own gradient and the gradient of the step before
 reported: https://github.com/deepspeedai/DeepSpeed/pull/8026
 affects: >=0.19.8
 fixed: not yet
@@ -15,12 +15,13 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_8026_input_grad_adds_old.py
 
-The hooks on the engine's output take torch.autograd.grad for a backward of the loss. At its end the engine notes that
-the next backward is not the first one of its step, so that stage 3 adds to a gradient partition that the step has left.
+The hooks on the engine's output treat torch.autograd.grad as a backward of the loss. When it ends, the engine notes
+that the next backward is not the first one of its step. So stage 3 adds the next gradient to a gradient partition that
+still holds the gradient of the last step.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -37,7 +38,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 import deepspeed
 from deepspeed.utils import safe_get_full_grad
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "the gradient of the step before was added"
@@ -46,7 +47,7 @@ CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
     "gradient_clipping": 0.0,
     "zero_allow_untested_optimizer": True,
-    # Without the threshold a model this small stays whole on every rank, and nothing is freed.
+    # Without this threshold, every rank keeps all weights of so small a model unsharded, and nothing is freed.
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
 }
 

@@ -1,8 +1,8 @@
-"""torch.func.grad of a call of the engine raises, or gives a gradient divided by the accumulation steps.
+"""torch.func.grad of a call of the engine raises, or returns a gradient divided by the accumulation steps.
 
 id: 8026-engine
 engine: deepspeed
-symptom: torch.func on the engine raises at ZeRO stages 0 and 2, and is silently too small at stage 1
+symptom: torch.func on the engine raises at ZeRO stages 0 and 2, and gives too small gradients silently at stage 1
 reported: https://github.com/deepspeedai/DeepSpeed/pull/8026
 affects: >=0.18.3,<=0.19.0
 fixed: 0.19.1
@@ -16,13 +16,13 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_8026_torch_func_engine.py
 
-The hooks on the engine's outputs take any backward that passes them for one of training, and begin the reduction of
-parameters that get no gradient here. On 0.18.3 stage 2 is still as silent as stage 1. #8026 exempts torch.func at these
-stages; stage 3 fails by another cause.
+The hooks on the engine's outputs treat any backward that passes through them as one of training, and begin the
+reduction of parameters that get no gradient here. On 0.18.3 stage 2 is silent, as stage 1 is. #8026 exempts torch.func
+at these stages; stage 3 fails for another reason.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -38,7 +38,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "torch.func.grad of the engine is wrong"

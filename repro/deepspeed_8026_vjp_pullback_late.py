@@ -1,8 +1,8 @@
-"""The pullback of torch.func.vjp over the engine is taken for a backward of a loss.
+"""DeepSpeed treats the pullback of torch.func.vjp over the engine as a backward of a loss.
 
 id: 8026-vjp
 engine: deepspeed
-symptom: torch.func.vjp over the engine raises where torch.func.grad works
+symptom: torch.func.vjp over the engine raises, although torch.func.grad works
 reported: https://github.com/deepspeedai/DeepSpeed/pull/8026
 affects: >=0.18.5
 fixed: not yet
@@ -15,13 +15,13 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_8026_vjp_pullback_late.py
 
-#8026 makes the engine's hooks ask whether a transform is running; when the pullback is called, it is over. 0.18.4 is
-right. Stage 2 ends in the same way, stage 0 with "Direct calls to tensor.backward() are not supported in this
-configuration".
+#8026 makes the engine's hooks ask whether a transform is running. When the caller calls the pullback, the transform is
+over. 0.18.4 is right. Stage 2 fails in the same way, stage 0 with "Direct calls to tensor.backward() are not supported
+in this configuration".
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -37,7 +37,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "list index out of range"

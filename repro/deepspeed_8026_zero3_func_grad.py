@@ -1,4 +1,4 @@
-"""torch.func.grad of a ZeRO-3 engine ends inside functorch: by an internal assertion, or by a segmentation fault.
+"""torch.func.grad of a ZeRO-3 engine fails inside functorch, by an internal assertion or a segmentation fault.
 
 id: 8026-grad
 engine: deepspeed
@@ -15,14 +15,14 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_8026_zero3_func_grad.py
 
-The autograd functions of ZeRO-3's hooks run inside the transform and keep a tensor of its level, which is met again
-when the level has ended. Which of the two ends follows is up to the memory, so the transform runs in a process of its
-own. #8026 made torch.func work at stages 0 to 2 and notes that ZeRO-3 is not there yet; #7323 is an older report.
-0.18.3 to 0.18.8 end in the error of #7913.
+The autograd functions of ZeRO-3's hooks run inside the transform and keep a tensor of the transform's level. Functorch
+reads this tensor again after the level has ended. The memory decides which of the two failures follows, so the script
+runs the transform in a process of its own. #8026 made torch.func work at stages 0 to 2 and notes that ZeRO-3 does not
+work yet; #7323 is an older report. 0.18.3 to 0.18.8 raise the error of #7913.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -40,7 +40,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 OK = "repro: torch.func.grad of the engine at ZeRO stage 3 OK."
@@ -48,7 +48,7 @@ CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
     "gradient_clipping": 0.0,
     "zero_allow_untested_optimizer": True,
-    # Without the threshold a model this small stays whole on every rank, and nothing is freed.
+    # Without this threshold, every rank keeps all weights of so small a model unsharded, and nothing is freed.
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
 }
 
@@ -66,7 +66,7 @@ def transform():
 
 
 def main():
-    # With faulthandler a process says where it was when the signal came.
+    # faulthandler prints where the process was when the signal came.
     command = [sys.executable, "-X", "faulthandler", __file__, "transform"]
     child = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     asserted = [line for line in child.stdout.splitlines() if "INTERNAL ASSERT FAILED" in line]

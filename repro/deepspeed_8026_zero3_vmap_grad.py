@@ -1,8 +1,8 @@
-"""torch.func transforms of a ZeRO-3 engine raise: the autograd functions of its hooks have no vmap rule.
+"""torch.func transforms of a ZeRO-3 engine raise, because the autograd functions of its hooks have no vmap rule.
 
 id: 8026-vmap
 engine: deepspeed
-symptom: You tried to vmap over PostBackwardFunctionModule, from torch.func.vmap of the engine
+symptom: torch.func.vmap of the engine raises "You tried to vmap over PostBackwardFunctionModule"
 reported: https://github.com/deepspeedai/DeepSpeed/pull/8026
 affects: >=0.19.1
 fixed: not yet
@@ -15,12 +15,12 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_8026_zero3_vmap_grad.py
 
-#8026 made torch.func work at stages 0 to 2 and notes that ZeRO-3 is not there yet; #7323 is an older report. 0.18.3 to
-0.18.8 end in the error of #7913.
+#8026 made torch.func work at stages 0 to 2 and notes that ZeRO-3 does not work yet; #7323 is an older report. 0.18.3 to
+0.18.8 raise the error of #7913.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -36,7 +36,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "You tried to vmap over PostBackwardFunctionModule"
@@ -45,13 +45,13 @@ CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
     "gradient_clipping": 0.0,
     "zero_allow_untested_optimizer": True,
-    # Without the threshold a model this small stays whole on every rank, and nothing is freed.
+    # Without this threshold, every rank keeps all weights of so small a model unsharded, and nothing is freed.
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
 }
 
 
 def gradients(model, batch):
-    """The gradient of the model's output with respect to each sample."""
+    """Return the gradient of the model's output with respect to each sample."""
     return torch.func.vmap(torch.func.grad(lambda x: model(x).sum()))(batch)
 
 

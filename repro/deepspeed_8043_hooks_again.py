@@ -1,4 +1,4 @@
-"""At ZeRO stage 3 training fails after unwrap_model_for_generation has put its hooks back.
+"""At ZeRO stage 3, training fails after unwrap_model_for_generation has registered the hooks again.
 
 id: 8043
 engine: deepspeed
@@ -16,12 +16,12 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_8043_hooks_again.py
 
-The context removes the hooks of all modules and registers them again, with new numbers, for which the recorded trace of
-the model has no entry.
+unwrap_model_for_generation removes the hooks of all modules and registers them again with new numbers. The recorded
+trace of the model has no entry for the new numbers.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -38,7 +38,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 import deepspeed
 from deepspeed.runtime.zero import unwrap_model_for_generation
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "pop from an empty deque"
@@ -47,7 +47,7 @@ OK = "repro: a step after unwrap_model_for_generation OK."
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
     "zero_allow_untested_optimizer": True,
-    # Without the threshold a model this small stays whole on every rank.
+    # Without this threshold, every rank keeps all weights of so small a model unsharded.
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
 }
 
@@ -61,7 +61,7 @@ def main():
     try:
         for _ in range(3):
             with unwrap_model_for_generation(engine) as unwrapped, torch.no_grad():
-                unwrapped.module[0](tokens)  # a part of the model, as PEFT's generate() runs the model in a wrapper
+                unwrapped.module[0](tokens)  # a part of the model, as if PEFT ran the model in a wrapper
             engine.backward(engine(tokens).sum())
             engine.step()
     except IndexError as error:

@@ -1,8 +1,8 @@
-"""The second loss.backward() on a retained graph is never reduced, so the step uses the first loss's gradient.
+"""DeepSpeed never reduces the second loss.backward() on a retained graph, so the step uses the first loss's gradient.
 
 id: 8045
 engine: deepspeed
-symptom: two loss.backward() calls on one forward, the first one's gradient dropped; the step is made with it
+symptom: after two loss.backward() calls on one forward with zero_grad between them, the step uses the first gradient
 reported: https://github.com/deepspeedai/DeepSpeed/pull/8045
 affects: >=0.18.3
 fixed: not yet
@@ -15,12 +15,12 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_8045_second_direct_backward.py
 
-Silent, at stages 1 and 2; engine.scale(loss).backward() does the same and engine.backward(loss) is right. The hook on
-the engine's output, which begins a backward of the engine, runs once for each forward.
+The failure is silent, at stages 1 and 2. engine.scale(loss).backward() does the same, and engine.backward(loss) is
+right. The hook on the engine's output, which begins a backward of the engine, runs once for each forward.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -36,7 +36,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 OK = "repro: two losses on one forward, two loss.backward() calls, at ZeRO stage 1 OK."

@@ -1,4 +1,4 @@
-"""With torch_autocast at ZeRO stage 3 weights of two dtypes cannot be gathered together.
+"""With torch_autocast at ZeRO stage 3, DeepSpeed cannot gather weights of two dtypes together.
 
 id: 8113
 engine: deepspeed
@@ -16,12 +16,12 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=2 repro/deepspeed_8113_autocast_two_dtypes.py
 
-Weights are gathered together by the dtype in which they are sent, which torch_autocast makes bf16 for all, and then
-required to have one dtype themselves.
+DeepSpeed groups weights for one gather by the dtype in which it sends them, which is bf16 for all weights under
+torch_autocast. Then DeepSpeed requires that the weights themselves have one dtype.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -37,7 +37,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "all params must have the same dtype"
@@ -51,7 +51,7 @@ CONFIG = {
         "dtype": "bfloat16",
         "lower_precision_safe_modules": ["torch.nn.Linear", "__main__.LinearWithAdapter"],
     },
-    # Without the threshold a model this small stays whole on every rank.
+    # Without this threshold, every rank keeps all weights of so small a model unsharded.
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
 }
 

@@ -1,8 +1,8 @@
-"""At ZeRO stage 3 a wrapper that passes unknown attributes on to its module breaks the module's hooks.
+"""At ZeRO stage 3, hooks break if a wrapper forwards unknown attributes to its inner module.
 
 id: 8144
 engine: deepspeed
-symptom: ZeRO-3 with a wrapper that passes attributes on: 'Linear' object has no attribute 'ds_grads_remaining'
+symptom: ZeRO-3 with a wrapper that forwards attributes: 'Linear' object has no attribute 'ds_grads_remaining'
 reported: https://github.com/deepspeedai/DeepSpeed/pull/8144
 affects: >=0.17.0,<=0.19.2
 fixed: 0.19.3
@@ -16,12 +16,12 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_8144_wrapper_passes_attributes.py
 
-Before it adds its hook functions to a module, ZeRO-3 asks with hasattr whether they are there. The wrapper answers with
-those of the module within, and gets none of its own.
+Before ZeRO-3 adds its hook functions to a module, it asks by hasattr whether the module has them. The wrapper answers
+with the hook functions of its inner module, so ZeRO-3 adds none to the wrapper.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -37,7 +37,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "'Linear' object has no attribute 'ds_grads_remaining'"
@@ -46,13 +46,13 @@ OK = "repro: a wrapper that passes attributes on OK."
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
     "zero_allow_untested_optimizer": True,
-    # Without the threshold a model this small stays whole on every rank.
+    # Without this threshold, every rank keeps all weights of so small a model unsharded.
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
 }
 
 
 class Wrapper(nn.Module):
-    """Pass every attribute that it does not have on to the wrapped module, as PEFT's models do."""
+    """Forward the lookup of every missing attribute to the wrapped module, as PEFT's models do."""
 
     def __init__(self, wrapped):
         super().__init__()

@@ -1,8 +1,8 @@
-"""With stage3_use_all_reduce_for_fetch_params the padding of one weight is added to the next weight.
+"""With stage3_use_all_reduce_for_fetch_params, the all-reduce adds the padding of one weight to the next weight.
 
 id: 8158
 engine: deepspeed
-symptom: silent: wrong weights after one of an uneven size with stage3_use_all_reduce_for_fetch_params
+symptom: silent: with stage3_use_all_reduce_for_fetch_params, wrong weights after a weight of an uneven size
 reported: https://github.com/deepspeedai/DeepSpeed/pull/8158
 affects: >=0.18.8,<=0.19.3
 fixed: 0.19.4
@@ -16,12 +16,12 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=2 repro/deepspeed_8158_fetch_overlaps.py
 
-The buffer of an all-reduce has room for the padding of each weight, but the next weight begins before it. Padding is
-never written, so that its values depend on the allocator; here fresh memory is filled with NaN.
+The buffer of the all-reduce has room for the padding of each weight, but the next weight begins before this padding
+ends. DeepSpeed never writes the padding, so its values depend on the allocator; here fresh memory is filled with NaN.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -37,7 +37,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "memory that was never written is in the output"
@@ -46,7 +46,7 @@ OK = "repro: weights of uneven sizes fetched by all-reduce OK."
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
     "zero_allow_untested_optimizer": True,
-    # Without the threshold a model this small stays whole on every rank.
+    # Without this threshold, every rank keeps all weights of so small a model unsharded.
     "zero_optimization": {
         "stage": 3,
         "stage3_param_persistence_threshold": 0,
@@ -59,7 +59,7 @@ def main():
     deepspeed.init_distributed()
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
-    model = nn.Linear(1, 3)  # three weights and three biases, which two ranks pad to four
+    model = nn.Linear(1, 3)  # three weights and three biases, which DeepSpeed pads to four for two ranks
     nn.init.ones_(model.weight)
     nn.init.ones_(model.bias)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

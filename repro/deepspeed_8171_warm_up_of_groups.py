@@ -1,4 +1,4 @@
-"""WarmupLR without warmup_max_lr raises every parameter group to the rate of the first.
+"""WarmupLR without warmup_max_lr warms up every parameter group to the learning rate of the first group.
 
 id: 8171
 engine: deepspeed
@@ -16,11 +16,11 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_8171_warm_up_of_groups.py
 
-It reads the rates of all groups and keeps the first.
+WarmupLR reads the learning rates of all groups and keeps only the first one.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -36,7 +36,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "both groups have the rate of the first"

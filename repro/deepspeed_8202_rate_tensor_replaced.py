@@ -1,4 +1,4 @@
-"""A schedule replaces a learning rate that is a tensor by another tensor.
+"""A DeepSpeed learning rate schedule replaces a learning rate tensor by a new tensor.
 
 id: 8202
 engine: deepspeed
@@ -16,11 +16,12 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_8202_rate_tensor_replaced.py
 
-Each update builds a new tensor of one dimension in fp32 from the rate. torch's schedulers write into the tensor.
+Each update builds a new fp32 tensor of one dimension from the learning rate. torch's schedulers write into the existing
+tensor.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -36,7 +37,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "the optimizer has another tensor"

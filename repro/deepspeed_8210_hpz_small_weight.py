@@ -1,4 +1,4 @@
-"""hpZ raises for a weight with fewer elements than ranks.
+"""At ZeRO stage 3, hpZ raises IndexError for a weight that has fewer elements than there are ranks.
 
 id: 8210
 engine: deepspeed
@@ -16,11 +16,11 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=4 repro/deepspeed_8210_hpz_small_weight.py
 
-The secondary copy of a rank may begin behind the end of a small weight, where even an empty slice raises.
+The secondary copy of a rank may begin after the end of a small weight, where even an empty slice raises.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -36,7 +36,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "start out of range"
@@ -45,7 +45,7 @@ OK = "repro: a weight of one element with hpZ OK."
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
     "zero_allow_untested_optimizer": True,
-    # Without the threshold a model this small stays whole on every rank.
+    # Without this threshold, every rank keeps all weights of so small a model unsharded.
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "zero_hpz_partition_size": 2},
 }
 

@@ -1,8 +1,8 @@
-"""A branch of the loss that passes by the engine's output is not divided by the accumulation steps.
+"""The accumulation division of engine.backward misses a branch of the loss that bypasses the engine's output.
 
 id: 8224
 engine: deepspeed
-symptom: gradients too large where a loss joins engine(x) and engine.module(y), with accumulation
+symptom: gradients too large if a loss joins engine(x) and engine.module(y), with accumulation
 reported: https://github.com/deepspeedai/DeepSpeed/issues/8224
 affects: >=0.18.3,<=0.19.5
 fixed: 0.19.6
@@ -16,12 +16,12 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_8224_branch_not_divided.py
 
-The division is a hook on the outputs of the engine's forward; what comes back by another way is not divided. Fixed by
-#8245, which divides the loss given to engine.backward.
+A hook on the outputs of the engine's forward divides the gradient. A gradient that does not pass through these outputs
+is not divided. Fixed by #8245, which divides the loss given to engine.backward.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -37,7 +37,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "the branch through engine.module was not divided"
@@ -59,7 +59,7 @@ def new_model(device):
 
 
 def used_gradient(stage, x, y):
-    """What the step at the end of STEPS equal micro-batches subtracts from the weight."""
+    """Return what the step at the end of STEPS equal micro-batches subtracts from the weight."""
     model = new_model(x.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     config = {**CONFIG, "zero_optimization": {"stage": stage}}
@@ -76,7 +76,7 @@ def main():
     device = deepspeed.accelerator.get_accelerator().current_device_name()
     x, y = torch.full((1, 1), 2.0, device=device), torch.full((1, 1), 5.0, device=device)
     model = new_model(device)
-    # Of equal micro-batches the mean is the gradient of one.
+    # For equal micro-batches, the mean is the gradient of one micro-batch.
     through, around = (torch.autograd.grad(model(each).sum(), model.weight)[0].item() for each in (x, y))
     wanted, undivided = through + around, through + STEPS * around
 

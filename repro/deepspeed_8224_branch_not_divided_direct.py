@@ -1,8 +1,8 @@
-"""By loss.backward() a branch that passes by the engine's output is not divided by the steps.
+"""The accumulation division of loss.backward() misses a branch of the loss that bypasses the engine's output.
 
 id: 8224-direct
 engine: deepspeed
-symptom: gradients too large where loss.backward() joins engine(x) and engine.module(y), with accumulation
+symptom: gradients too large if loss.backward() joins engine(x) and engine.module(y), with accumulation
 reported: https://github.com/deepspeedai/DeepSpeed/issues/8224
 affects: >=0.19.8
 fixed: not yet
@@ -15,12 +15,12 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_8224_branch_not_divided_direct.py
 
-#8245 divides the loss that is given to engine.backward. By loss.backward() the division is a hook on the outputs
-of the engine's forward, and what comes back by another way is not divided.
+#8245 divides the loss that is given to engine.backward. With loss.backward(), a hook on the outputs of the engine's
+forward divides the gradient, and a gradient that does not pass through these outputs is not divided.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -36,7 +36,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "the branch through engine.module was not divided"

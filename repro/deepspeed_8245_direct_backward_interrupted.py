@@ -1,8 +1,8 @@
-"""After an exception within loss.backward(), the next backward is never reduced, and step() raises KeyError: 0.
+"""After an exception in loss.backward(), DeepSpeed never reduces the next backward, and step() raises KeyError: 0.
 
 id: 8245-direct
 engine: deepspeed
-symptom: KeyError: 0 in the step after a backward that raised and one that did not
+symptom: step() raises KeyError: 0 after a backward that raised and a backward that did not
 reported: https://github.com/deepspeedai/DeepSpeed/pull/8245
 affects: >=0.19.6
 fixed: not yet
@@ -15,14 +15,15 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_8245_direct_backward_interrupted.py
 
-The engine counts how deep in backwards it is, and the interrupted one is never taken off: the next backward is taken
-for a nested one, whose end reduces nothing. Since 0.19.6, which brought #8245; right in 0.18.6 to 0.19.5. Stages 1 to
-3; at stage 3 on a CPU optimizer.zero_grad() raises before (8245-zero3), and engine.zero_grad() leads here. Also:
-checkpointing.exception, where a recomputation raises.
+The engine counts how many backwards are nested, and never removes the interrupted backward from this count. So the
+engine treats the next backward as a nested one, whose end reduces nothing. The bug came with 0.19.6, which brought
+#8245; 0.18.6 to 0.19.5 are right. Stages 1 to 3 have the bug. At stage 3 on a CPU optimizer.zero_grad() raises earlier
+(8245-zero3), and engine.zero_grad() leads to this error. The law checkpointing.exception, in which a recomputation
+raises, shows the bug too.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -39,7 +40,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "KeyError: 0"

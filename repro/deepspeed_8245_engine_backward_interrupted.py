@@ -1,8 +1,8 @@
-"""After an exception within engine.backward, ZeRO-2 refuses the next backward, although zero_grad was called.
+"""After an exception in engine.backward, ZeRO-2 raises in the next backward, even after zero_grad.
 
 id: 8245-engine
 engine: deepspeed
-symptom: has already been reduced, in the first backward after one that raised
+symptom: "has already been reduced" in the first backward after a backward that raised
 reported: https://github.com/deepspeedai/DeepSpeed/pull/8245
 affects: >=0.16.4
 fixed: not yet
@@ -15,12 +15,12 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_8245_engine_backward_interrupted.py
 
-What the interrupted backward has put into a bucket is not forgotten. engine.zero_grad() in the place of the optimizer's
-changes nothing; stage 1 is right. #8245 left this open.
+The gradients that the interrupted backward has put into a bucket stay marked as reduced. engine.zero_grad() instead of
+the optimizer's zero_grad() changes nothing; stage 1 is right. #8245 left this open.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -37,7 +37,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "has already been reduced"

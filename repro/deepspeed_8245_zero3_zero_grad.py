@@ -1,8 +1,8 @@
-"""After an exception within a backward at ZeRO stage 3, optimizer.zero_grad() itself raises on a CPU.
+"""After an exception in a backward at ZeRO stage 3, optimizer.zero_grad() raises on a CPU.
 
 id: 8245-zero3
 engine: deepspeed
-symptom: unknown parameter type, in optimizer.zero_grad() after a backward that raised
+symptom: "unknown parameter type" in optimizer.zero_grad() after a backward that raised
 reported: https://github.com/deepspeedai/DeepSpeed/pull/8245
 affects: >=0.16.4
 fixed: not yet
@@ -15,13 +15,13 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_8245_zero3_zero_grad.py
 
-The interrupted backward leaves gradients on the parameters, and zero_grad calls record_stream on them, which a tensor
-on a CPU refuses. So does the step after two forwards and their two loss.backward() calls. With engine.zero_grad() in
-its place the next engine.backward() ends in an AssertionError without words.
+The interrupted backward leaves gradients on the parameters. zero_grad calls record_stream on these gradients, and
+record_stream raises for a tensor on a CPU. The step after two forwards and their two loss.backward() calls raises in
+the same way. With engine.zero_grad() instead, the next engine.backward() raises an AssertionError without a message.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -39,7 +39,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 import deepspeed
 from deepspeed.utils import safe_get_full_grad
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "unknown parameter type"
@@ -48,7 +48,7 @@ CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
     "gradient_clipping": 0.0,
     "zero_allow_untested_optimizer": True,
-    # Without the threshold a model this small stays whole on every rank, and nothing is freed.
+    # Without this threshold, every rank keeps all weights of so small a model unsharded, and nothing is freed.
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
 }
 

@@ -1,8 +1,8 @@
-"""On CPU, ZeRO stages 1 and 2 without contiguous gradients reduce nothing, and each rank steps with its own gradient.
+"""On a CPU, ZeRO 1 and 2 without contiguous gradients reduce nothing: each rank steps with its own gradient.
 
 id: 8382
 engine: deepspeed
-symptom: with "contiguous_gradients": false, training on CPU at ZeRO stages 1 and 2 silently ignores the other ranks
+symptom: with "contiguous_gradients": false, training on a CPU at ZeRO stages 1 and 2 silently ignores the other ranks
 reported: https://github.com/deepspeedai/DeepSpeed/pull/8382
 affects: >=0.16.4,<=0.19.7
 fixed: 0.19.8
@@ -16,12 +16,12 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=2 repro/deepspeed_8382_cpu_scattered_gradients.py
 
-Such gradients are sorted by type for the all-reduce, under names like torch.cpu.FloatTensor. The type of a tensor on
-the CPU is torch.FloatTensor, so that no gradient has one of these names, and none is reduced.
+DeepSpeed sorts such gradients by type for the all-reduce, under names like torch.cpu.FloatTensor. The type of a tensor
+on the CPU is torch.FloatTensor, so no gradient has one of these names, and DeepSpeed reduces none.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -36,7 +36,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "2"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "the step used the gradient of one rank alone"
@@ -44,7 +44,7 @@ OK = "repro: gradients that are not contiguous are averaged over two ranks at Ze
 
 
 def config(stage):
-    """Return DeepSpeed's JSON."""
+    """Return DeepSpeed's configuration for the stage."""
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -57,16 +57,16 @@ def config(stage):
 def main():
     deepspeed.init_distributed(dist_backend="gloo")
     rank = torch.distributed.get_rank()
-    inputs = [torch.full((1, 4), value) for value in (2.0, 6.0)]  # of the two ranks, as is the gradient
+    inputs = [torch.full((1, 4), value) for value in (2.0, 6.0)]  # one for each rank; the gradient is the input
     for stage in (1, 2):
-        model = nn.Linear(4, 1, bias=False)  # each rank owns half: 0.18.0 raises where a rank owns nothing
+        model = nn.Linear(4, 1, bias=False)  # each rank owns half: 0.18.0 raises on a rank that owns nothing
         nn.init.zeros_(model.weight)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config(stage))[0]
         engine.backward(engine(inputs[rank]).sum())
-        with torch.no_grad():  # 0.18.7 to 0.18.9 refuse to write their flat weights otherwise (#7948)
+        with torch.no_grad():  # otherwise 0.18.7 to 0.18.9 refuse to write their flat weights (#7948)
             engine.step()
-        used = -model.weight[0, 0].item()  # from zero, SGD with lr 1 has subtracted just the gradient
+        used = -model.weight[0, 0].item()  # SGD with lr 1 has subtracted the gradient from zero
         if used in (2.0, 6.0):
             print(f"repro: REPRODUCED: {SIGNATURE}: {used} instead of 4.0 at stage {stage}\n", end="", flush=True)
             return 1

@@ -1,8 +1,8 @@
-"""Muon at ZeRO stage 0 steps by the gradient itself: neither momentum nor Newton-Schulz is applied.
+"""Muon at ZeRO stage 0 steps by the plain gradient, without momentum and without Newton-Schulz.
 
 id: 8442
 engine: deepspeed
-symptom: silent: without ZeRO the optimizer Muon is SGD, so that twice the gradient makes twice the step
+symptom: silent: without ZeRO, Muon steps like SGD, so twice the gradient makes twice the step
 reported: https://github.com/deepspeedai/DeepSpeed/pull/8442
 affects: >=0.18.0,<=0.19.6
 fixed: 0.19.7
@@ -16,12 +16,12 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_8442_muon_without_newton_schulz.py
 
-The optimizer leaves Newton-Schulz to ZeRO, whose flat partitions it could not orthogonalize. Without ZeRO nothing runs
-it.
+The optimizer leaves Newton-Schulz to ZeRO, because it could not orthogonalize ZeRO's flat partitions. Without ZeRO
+nothing runs Newton-Schulz.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -37,9 +37,9 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
-torch.compiler.set_stance("force_eager")  # compiling Muon takes a minute
+torch.compiler.set_stance("force_eager")  # to compile Muon would take a minute
 
 SIGNATURE = "the weight moved by its gradient"
 OK = "repro: Muon without ZeRO orthogonalizes the gradient OK."

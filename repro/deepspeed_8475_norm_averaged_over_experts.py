@@ -1,8 +1,8 @@
-"""Clipping at stage 0 uses the mean of the ranks' norms, although each rank has other experts.
+"""Clipping at stage 0 uses the mean of the ranks' norms, although the ranks have different experts.
 
 id: 8475
 engine: deepspeed
-symptom: with experts on two ranks, gradients are clipped by the mean of the ranks' norms, not by the norm of all
+symptom: with experts on two ranks, DeepSpeed clips by the mean of the ranks' norms instead of the norm of all gradients
 reported: https://github.com/deepspeedai/DeepSpeed/issues/8475
 affects: >=0.19.8
 fixed: not yet
@@ -16,12 +16,12 @@ Run it with nothing but torch and deepspeed installed:
     torchrun --standalone --nproc_per_node=2 repro/deepspeed_8475_norm_averaged_over_experts.py
 
 Every token goes to the first expert, which rank 0 owns. clip_grad_norm_ of deepspeed.runtime.utils computes a norm of
-what each rank has, and averages these norms: rank 1 adds the norm without the expert. The gradients are then clipped by
-too small a norm, so that too large a step is made.
+the gradients on each rank and averages these norms. Rank 1 contributes a norm without the expert. So DeepSpeed clips by
+too small a norm and makes too large a step.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -40,7 +40,7 @@ import deepspeed
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import is_moe_param, split_params_into_different_moe_groups_for_optimizer
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 OK = "repro: the norm over experts on two ranks OK."
@@ -75,7 +75,7 @@ def main():
     optimizer = torch.optim.SGD(split_params_into_different_moe_groups_for_optimizer(group), lr=1.0)
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)[0]
 
-    x = torch.arange(1.0, 17.0, device=device).view(4, 4)  # all positive, so that the gate chooses the first expert
+    x = torch.arange(1.0, 17.0, device=device).view(4, 4)  # all positive, so the gate chooses the first expert
     engine.backward(engine(x).square().sum())
     grads = {name: param.grad.detach().clone() for name, param in model.named_parameters()}
     own = sum(grads[name].square().sum() for name, param in model.named_parameters() if is_moe_param(param))

@@ -1,8 +1,8 @@
-"""Weights that ZeRO-3 keeps whole are read before their all-gathers are over: memory that nobody has written.
+"""ZeRO-3 reads unsharded weights before their all-gathers have finished, so it reads uninitialized memory.
 
 id: 8539
 engine: deepspeed
-symptom: now and then, NaN or garbage in the weights after a step at ZeRO stage 3 on gloo
+symptom: after a step at ZeRO stage 3 on gloo, the weights sometimes contain NaN or garbage
 reported: https://github.com/deepspeedai/DeepSpeed/pull/8539
 affects: <=0.19.7
 fixed: 0.19.8
@@ -16,14 +16,15 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=2 repro/deepspeed_8539_unawaited_gather.py
 
-One all-gather is started for each parameter, and only the last one's handle is awaited. On gloo they end in any order,
-so it is a matter of timing. To leave nothing to that, here each gather is done when its handle is awaited and no
-sooner, as a backend may do it, and fresh memory is filled with NaN. The gathers are those with which a step ends, for
-the weights up to stage3_param_persistence_threshold: the call is made without an engine, whose imports take longer.
+DeepSpeed starts one all-gather for each parameter, and waits only for the handle of the last one. On gloo all-gathers
+finish in any order, so the failure depends on timing. To make it certain, each gather in this script runs when its
+handle is awaited and no sooner, as a backend may do, and fresh memory is filled with NaN. The gathers are those at the
+end of a step, for the weights up to stage3_param_persistence_threshold. The script calls them without an engine, whose
+imports take longer.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -41,7 +42,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "weights read from memory that no all-gather has written"
@@ -50,7 +51,7 @@ CONFIG = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}
 
 
 def gather_when_awaited(gather):
-    """The collective ``gather`` with a handle that does all of its work in wait()."""
+    """Return the collective ``gather`` with a handle that does all of its work in wait()."""
 
     def late(*tensors, async_op=False, **options):
         work = partial(gather, *tensors, **options)
@@ -68,11 +69,11 @@ def main():
     with deepspeed.zero.Init(config_dict_or_path=CONFIG):
         model = nn.Linear(4, 4)
 
-    params = list(model.parameters())  # shards now
+    params = list(model.parameters())  # shards at this point
     deepspeed.comm.all_gather_into_tensor = gather_when_awaited(deepspeed.comm.all_gather_into_tensor)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
-    params[0].all_gather(params)  # as the end of engine.step() does with all weights that are kept whole
+    params[0].all_gather(params)  # engine.step() ends with this call for all weights that stay unsharded
     weights = [param.detach().clone() for param in params]
     if weights[0].isnan().all() and torch.equal(weights[1], wanted[1]):
         found = f"{weights[0].flatten()[:2].tolist()}... instead of {wanted[0].flatten()[:2].tolist()}..."

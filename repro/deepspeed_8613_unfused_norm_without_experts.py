@@ -1,8 +1,8 @@
-"""Clipping in bf16 at stage 0 uses a norm without the experts' gradients.
+"""Clipping in bf16 at stage 0 uses a norm that leaves out the experts' gradients.
 
 id: 8613
 engine: deepspeed
-symptom: in bf16 at stage 0 the norm by which gradients are clipped leaves out the gradients of experts
+symptom: in bf16 at stage 0, the norm for gradient clipping leaves out the gradients of experts
 reported: https://github.com/deepspeedai/DeepSpeed/pull/8613
 affects: >=0.19.8
 fixed: not yet
@@ -15,13 +15,13 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=2 repro/deepspeed_8613_unfused_norm_without_experts.py
 
-FP16_UnfusedOptimizer, which trains bf16 at stage 0 with every optimizer but FusedAdam, splits the gradients of shared
+FP16_UnfusedOptimizer trains bf16 at stage 0 with every optimizer but FusedAdam. It splits the gradients of shared
 weights and of experts, and computes the norm from the shared ones alone (step in runtime/fp16/unfused_optimizer.py).
-The norm is too small, so that too large a step is made. The report is about the same class in fp16.
+The norm is too small, so the step is too large. The report is about the same class in fp16.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -40,7 +40,7 @@ import deepspeed
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import is_moe_param, split_params_into_different_moe_groups_for_optimizer
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "the norm leaves out the experts"
@@ -77,7 +77,7 @@ def main():
     optimizer = torch.optim.SGD(split_params_into_different_moe_groups_for_optimizer(group), lr=1.0)
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)[0]
 
-    x = torch.arange(1.0, 17.0, device=device).view(4, 4)  # all positive, so that the gate chooses the first expert
+    x = torch.arange(1.0, 17.0, device=device).view(4, 4)  # all positive, so the gate chooses the first expert
     engine.backward(engine(x.bfloat16()).square().mean())
     grads = {name: param.grad.detach().float() for name, param in model.named_parameters()}
     own = sum(grads[name].square().sum() for name, param in model.named_parameters() if is_moe_param(param))

@@ -1,4 +1,4 @@
-"""Muon at ZeRO stage 3 gathers matrices of two shapes as if all had one.
+"""Muon at ZeRO stage 3 raises if the model has matrices of two shapes.
 
 id: 8628
 engine: deepspeed
@@ -16,12 +16,12 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=2 repro/deepspeed_8628_muon_two_shapes_zero3.py
 
-Each rank orthogonalizes one of as many matrices as there are ranks. An all-gather, whose tensors need one shape, gives
-the updates to all ranks.
+Each rank orthogonalizes one matrix of a group of as many matrices as there are ranks. Then an all-gather sends the
+updates to all ranks, and an all-gather requires tensors of one shape.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -37,9 +37,9 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
-torch.compiler.set_stance("force_eager")  # compiling Muon takes a minute
+torch.compiler.set_stance("force_eager")  # to compile Muon would take a minute
 
 SIGNATURE = "invalid tensor size at index"
 OK = "repro: Muon with matrices of two shapes at stage 3 OK."
@@ -48,7 +48,7 @@ CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
     "gradient_clipping": 0.0,
     "optimizer": {"type": "Muon", "params": {"lr": 1.0, "momentum": 0.5, "weight_decay": 0.0, "ns_method": "standard"}},
-    # Without the threshold a model this small stays whole on every rank.
+    # Without this threshold, every rank keeps all weights of so small a model unsharded.
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "reduce_scatter": False},
 }
 

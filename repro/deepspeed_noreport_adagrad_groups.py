@@ -1,8 +1,8 @@
-"""DeepSpeed's ZeRO 1 and 2 rebuild torch's Adagrad as one group with its defaults, so that groups lose their options.
+"""ZeRO 1 and 2 rebuild torch's Adagrad as one group with its default options, so parameter groups lose their own.
 
 id: adagrad-groups
 engine: deepspeed
-symptom: a parameter group of torch.optim.Adagrad is stepped with the default learning rate and not with its own
+symptom: a parameter group of torch.optim.Adagrad steps with the default learning rate instead of its own
 reported: no report known
 affects: ==0.19.8
 fixed: not yet
@@ -15,13 +15,13 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_adagrad_groups.py
 
-initialize_optimizer_states replaces a torch.optim.Adagrad, which makes its state when it is built, by a new one of all
-flat partitions with optimizer.defaults (stage_1_and_2.py). With two groups the next backward raises IndexError. A
-schedule that the caller has made for the old optimizer changes no rate of the new one.
+torch.optim.Adagrad makes its state when it is built. initialize_optimizer_states (stage_1_and_2.py) replaces it by a
+new Adagrad of all flat partitions with optimizer.defaults. With two groups the next backward raises IndexError. A
+schedule that the caller has made for the old optimizer does not change the learning rates of the new one.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -37,7 +37,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory, which has to be compiled; plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "moved the weight by"

@@ -1,8 +1,8 @@
-"""Under torch_autocast in fp16 ZeRO clips the gradient of the scaled loss, and divides it by the loss scale afterwards.
+"""Under torch_autocast in fp16 ZeRO clips the gradient of the scaled loss and unscales the gradient afterwards.
 
 id: autocast-clips-scaled-gradient
 engine: deepspeed
-symptom: with gradient_clipping a step is 65536 times too small, however small the gradient is
+symptom: with gradient_clipping, a step uses a gradient whose norm is at most 1/65536 of the limit
 reported: no report known
 affects: >=0.17.6
 fixed: not yet
@@ -15,13 +15,13 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_autocast_clips_scaled.py
 
-The loss is scaled by a torch.amp.GradScaler that DeepSpeed owns. `step()` (`runtime/zero/stage_1_and_2.py`) takes the
-norm of the scaled gradients, and divides it by `loss_scale`, which is 1 here. GradScaler.step divides what the clip
-leaves by 65536. Stages 2 and 3 do the same.
+A torch.amp.GradScaler that DeepSpeed owns scales the loss. `step()` (`runtime/zero/stage_1_and_2.py`) computes the norm
+of the scaled gradients and divides this norm by `loss_scale`, which is 1 here. GradScaler.step divides the clipped
+gradient by 65536. Stages 2 and 3 do the same.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -37,7 +37,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "the step is 1.52587890625e-05 with the norm 4096.0"
@@ -59,7 +59,7 @@ def main():
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)[0]
     before = engine.module.weight.item()
     output = engine(torch.ones(1, 1, device=engine.device))
-    engine.backward(output.float().sum() / 16)  # 65536, the scale, is infinite in fp16
+    engine.backward(output.float().sum() / 16)  # 65536, the scale, overflows to infinity in fp16
     engine.step()
     step, norm = before - engine.module.weight.item(), float(engine.get_global_grad_norm())
     seen = f"the step is {step} with the norm {norm}; expected 0.0625, which the clip of 1.0 leaves as it is"

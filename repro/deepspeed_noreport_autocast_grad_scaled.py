@@ -2,7 +2,7 @@
 
 id: autocast-grad-scaled
 engine: deepspeed
-symptom: a gradient that is read before the step is 65536 times too large
+symptom: a gradient that safe_get_full_grad reads before the step is 65536 times too large
 reported: no report known
 affects: >=0.19.8
 fixed: not yet
@@ -15,12 +15,12 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_autocast_grad_scaled.py
 
-The loss is scaled by a torch.amp.GradScaler that DeepSpeed owns, and the step divides by the scale. Nothing tells a
-caller of safe_get_full_grad that the gradient is scaled. Stages 2 and 3 do the same.
+A torch.amp.GradScaler that DeepSpeed owns scales the loss, and the step divides by the scale. A caller of
+safe_get_full_grad cannot see that the gradient is scaled. Stages 2 and 3 do the same.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -37,7 +37,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 import deepspeed
 from deepspeed.utils import safe_get_full_grad
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "the gradient is 4096.0 before the step"
@@ -57,7 +57,7 @@ def main():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)[0]
     output = engine(torch.ones(1, 1, device=engine.device))
-    engine.backward(output.float().sum() / 16)  # 65536, the scale, is infinite in fp16
+    engine.backward(output.float().sum() / 16)  # 65536, the scale, overflows to infinity in fp16
     found = safe_get_full_grad(engine.module.weight).item()
     seen = f"the gradient is {found} before the step; expected 0.0625"
     if SIGNATURE in seen:

@@ -2,7 +2,7 @@
 
 id: backward-inputs-argument
 engine: deepspeed
-symptom: IndexError in backward(inputs=[x]) of a loss over the engine
+symptom: backward(inputs=[x]) of a loss over the engine raises IndexError
 reported: no report known
 affects: >=0.18.5
 fixed: not yet
@@ -15,12 +15,12 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_backward_inputs_argument.py
 
-The end of the backward looks for gradients of parameters, of which this backward makes none. Stage 3 is right once; a
-second one on the retained graph is #7352. Right up to 0.18.4.
+At the end of the backward DeepSpeed looks for gradients of parameters, and this backward makes none. Stage 3 is right
+for one such backward; a second one on the retained graph raises the error of #7352. Releases up to 0.18.4 are right.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -36,7 +36,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "list index out of range"

@@ -1,8 +1,8 @@
-"""A loss that runs a backward within its own forward, over one of the model's layers, breaks ZeRO-2 and 3.
+"""ZeRO-2 and 3 raise if a loss runs a backward over one of the model's layers inside its own forward.
 
 id: backward-inside-forward
 engine: deepspeed
-symptom: has already been reduced, from a loss whose forward calls torch.autograd.backward for each tile
+symptom: "has already been reduced" from a loss whose forward calls torch.autograd.backward for each tile
 reported: no report known
 affects: >=0.17.6
 fixed: not yet
@@ -16,12 +16,12 @@ Run it with nothing but torch and deepspeed installed:
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_backward_inside_forward.py
 
 The hooks reduce the layer's gradient at each of the inner backwards. DeepSpeed's own TiledFusedLogitsLoss (#7437) tells
-the hooks by an attribute, ds_grad_is_ready, when the gradient is complete; any other tiled loss ends here. Stage 3
-raises an AssertionError without words.
+the hooks by an attribute, ds_grad_is_ready, when the gradient is complete. Any other tiled loss raises this error.
+Stage 3 raises an AssertionError without a message.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -37,7 +37,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "has already been reduced"
@@ -51,7 +51,7 @@ CONFIG = {
 
 
 class TiledSum(torch.autograd.Function):
-    """head(hidden).sum(), computed and differentiated one row at a time."""
+    """Compute head(hidden).sum() and its gradient one row at a time."""
 
     @staticmethod
     def forward(ctx, hidden, head):

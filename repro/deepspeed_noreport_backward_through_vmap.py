@@ -1,4 +1,4 @@
-"""A loss over torch.func.vmap of the engine is never reduced.
+"""DeepSpeed never reduces the gradients of a loss over torch.func.vmap of the engine.
 
 id: backward-through-vmap
 engine: deepspeed
@@ -15,12 +15,13 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_backward_through_vmap.py
 
-The engine's hooks are left out while a transform runs, so the output has none, and the backward through it is never
-begun. Stage 2 ends in the same way. Before 0.18.3 every loss.backward() does, with a transform or without (#7665).
+The engine skips its hooks while a transform runs, so the output has no hook, and DeepSpeed never begins a backward for
+the loss. Stage 2 fails in the same way. Before 0.18.3 every loss.backward() fails so, with and without a transform
+(#7665).
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -36,7 +37,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "KeyError: 0"
@@ -56,7 +57,7 @@ def linear(device):
 
 
 def wanted_weight(model, inputs):
-    """The weight after one step in plain PyTorch."""
+    """Return the weight after one step in plain PyTorch."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     torch.func.vmap(model)(inputs).sum().backward()
     optimizer.step()

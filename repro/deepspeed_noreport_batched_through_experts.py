@@ -1,4 +1,4 @@
-"""autograd.grad with a batch of gradients through a layer of experts raises.
+"""autograd.grad with a batch of gradients raises for a layer of experts that are split over ranks.
 
 id: batched-through-experts
 engine: deepspeed
@@ -20,7 +20,7 @@ DeepSpeed's attention over a split sequence has the same all-to-all.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -38,7 +38,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 import deepspeed
 from deepspeed.moe.layer import MoE
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "Batching rule not implemented for c10d::alltoall_base_"

@@ -1,4 +1,4 @@
-"""BF16_Optimizer adds the first gradient of a forward again when a second loss of that forward runs backward.
+"""BF16_Optimizer adds the gradient of a forward's first loss again when a second loss of this forward runs backward.
 
 id: bf16-optimizer-added-again
 engine: deepspeed
@@ -15,13 +15,14 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_bf16_optimizer_added_again.py
 
-After each backward the optimizer adds param.grad to its fp32 buffer. It clears param.grad before, in a hook on the
-engine's output that runs once for each forward: at a second backward param.grad still holds the first one's gradient.
-With a forward before each backward, or with immediate_grad_update, which drops param.grad at once, it is right.
+After each backward the optimizer adds param.grad to its fp32 buffer. A hook on the engine's output clears param.grad
+before a backward, but this hook runs once for each forward. At a second backward of one forward param.grad still holds
+the first backward's gradient. With a forward before each backward, or with immediate_grad_update, which drops
+param.grad at once, the sum is right.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -38,7 +39,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 import deepspeed
 from deepspeed.utils import safe_get_full_fp32_param
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "the first loss counts twice"

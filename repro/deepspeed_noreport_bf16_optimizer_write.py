@@ -1,8 +1,8 @@
-"""BF16_Optimizer ignores a gradient that safe_set_full_grad wrote.
+"""BF16_Optimizer ignores a gradient that the caller wrote by safe_set_full_grad.
 
 id: bf16-optimizer-write
 engine: deepspeed
-symptom: with fp32 gradient accumulation a replaced gradient has no effect on the step
+symptom: with fp32 gradient accumulation, a gradient that safe_set_full_grad wrote has no effect on the step
 reported: no report known
 affects: >=0.19.8
 fixed: not yet
@@ -15,12 +15,12 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_bf16_optimizer_write.py
 
-The optimizer accumulates gradients in fp32 buffers, and safe_set_full_grad writes to param.grad, which still exists.
-safe_get_full_grad reads the buffer, so it does not return what was written either.
+The optimizer accumulates gradients in fp32 buffers, but safe_set_full_grad writes to param.grad, which still exists.
+safe_get_full_grad reads the buffer, so it does not return the written gradient either.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -37,7 +37,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 import deepspeed
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_grad
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "the step used the old gradient"

@@ -1,8 +1,8 @@
-"""When ranks use different layers in a step, one layer's gradient is added to another's.
+"""If ranks use different layers in a step, ZeRO adds the gradient of one layer to the gradient of another.
 
 id: branch-per-rank
 engine: deepspeed
-symptom: with a layer that one rank alone uses, gradients of different parameters are summed, or the process ends
+symptom: with a layer that only one rank uses, DeepSpeed sums gradients of different parameters, or the process ends
 reported: no report known
 affects: >=0.19.0
 fixed: not yet
@@ -15,15 +15,16 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=2 repro/deepspeed_noreport_branch_per_rank.py
 
-Each rank packs the gradients that it has into a bucket and all-reduces it, whatever the others packed. Here rank 0 has
-a gradient of 2 for layer a, rank 1 one of 6 for layer b, of the same size: the means over the ranks are 1 and 3, and
-both layers get (2 + 6) / 2. Layers of different sizes end the process in gloo (SIGABRT). Stage 0 counts what a rank
-does not use as zero. Routed experts are such layers. #2343 tells of layers used by all ranks in another order.
-0.16.4 to 0.18.6 do the same; 0.18.7 to 0.18.9 make no such step on a CPU (#7948).
+Each rank packs the gradients that it has into a bucket and all-reduces the bucket, without regard to what the other
+ranks packed. Here rank 0 has a gradient of 2 for layer a, and rank 1 a gradient of 6 for layer b, which has the same
+size. The means over the ranks are 1 and 3, but both layers get (2 + 6) / 2. With layers of different sizes gloo ends
+the process (SIGABRT). Stage 0 uses zeros for a layer that a rank does not use. Routed experts are such layers. #2343
+reports layers that all ranks use, but in another order. 0.16.4 to 0.18.6 do the same; 0.18.7 to 0.18.9 make no such
+step on a CPU (#7948).
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -39,7 +40,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "the step moves the weights by [-4.0, -4.0]"
@@ -53,7 +54,7 @@ CONFIG = {
 
 
 class Routed(nn.Module):
-    """Rank 0's inputs go through ``a``, rank 1's through ``b``; all weights are 0."""
+    """Pass rank 0's inputs through ``a`` and rank 1's through ``b``; all weights are 0."""
 
     def __init__(self):
         super().__init__()
@@ -66,7 +67,7 @@ class Routed(nn.Module):
 
 
 def wanted_moves(model, inputs):
-    """How plain PyTorch moves the weights of both layers on the mean of the ranks' losses, at the learning rate 1."""
+    """Return the step of both layers in plain PyTorch on the mean of the ranks' losses, at the learning rate 1."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     (sum(model(inputs, rank).sum() for rank in range(2)) / 2).backward()
     optimizer.step()

@@ -1,8 +1,8 @@
-"""Under ZeRO-3 a layer that a step does not use is moved by the gradient of an earlier step.
+"""Under ZeRO-3 a step moves a layer that the loss did not use by the gradient of an earlier step.
 
 id: bypass-old-gradient
 engine: deepspeed
-symptom: the step uses an old gradient for a layer that the loss has bypassed
+symptom: the step uses an old gradient for a layer that the loss bypasses
 reported: no report known
 affects: >=0.16.4
 fixed: not yet
@@ -15,13 +15,13 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_bypass_old_gradient.py
 
-Silent, at stage 3. A gradient's partition (__param_id_to_grad_partition) is overwritten when its parameter gets the
-next gradient and never cleared, and the end of a backward hands the partitions of all parameters to the step. Stages 0
-to 2 leave the layer where it is.
+The failure is silent, at stage 3. A parameter's gradient partition (__param_id_to_grad_partition) is overwritten when
+the parameter gets its next gradient, and is never cleared. The end of a backward gives the partitions of all parameters
+to the step. Stages 0 to 2 leave the layer unchanged.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -38,7 +38,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 import deepspeed
 from deepspeed.utils import safe_get_full_fp32_param
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 OK = "repro: a step that bypasses a layer at ZeRO stage 3 OK."
@@ -46,7 +46,7 @@ CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
     "gradient_clipping": 0.0,
     "zero_allow_untested_optimizer": True,
-    # Without the threshold a model this small stays whole on every rank, and nothing is freed.
+    # Without this threshold, every rank keeps all weights of so small a model unsharded, and nothing is freed.
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
 }
 

@@ -1,8 +1,8 @@
-"""A model that returns its output in a dataclass finds freed weights in its backward at ZeRO stage 3.
+"""At ZeRO stage 3, the backward of a model that returns a dataclass finds that its weights were freed.
 
 id: dataclass-output-freed
 engine: deepspeed
-symptom: size mismatch in the backward of a model that returns a dataclass
+symptom: the backward of a model that returns a dataclass raises a size mismatch
 reported: no report known
 affects: >=0.16.4
 fixed: not yet
@@ -15,12 +15,13 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_dataclass_output_freed.py
 
-The parameters of a module are gathered for its backward by a hook on its outputs, which is found in tuples, lists and
-dictionaries. For anything else DeepSpeed warns that its hooks "may not get triggered properly", and goes on.
+A hook on the outputs of a module gathers the parameters of the module for its backward. DeepSpeed finds outputs in
+tuples, lists and dictionaries. For any other output DeepSpeed warns that its hooks "may not get triggered properly",
+and continues.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -38,7 +39,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 import deepspeed
 from deepspeed.utils import safe_get_full_grad
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "must match the size of tensor b (0) at non-singleton dimension"
@@ -47,7 +48,7 @@ CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
     "gradient_clipping": 0.0,
     "zero_allow_untested_optimizer": True,
-    # Without the threshold a model this small stays whole on every rank, and nothing is freed.
+    # Without this threshold, every rank keeps all weights of so small a model unsharded, and nothing is freed.
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
 }
 
@@ -61,7 +62,7 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(2, 3, bias=False)
-        self.scale = nn.Parameter(torch.ones(3))  # the model's own, so no inner module's hook gathers it
+        self.scale = nn.Parameter(torch.ones(3))  # the model's own, so no hook of an inner module gathers it
 
     def forward(self, x):
         return Output(self.layer(x) * self.scale)

@@ -2,7 +2,7 @@
 
 id: destroy-without-contiguous-gradients
 engine: deepspeed
-symptom: AttributeError: no attribute '_DeepSpeedZeroOptimizer_Stage3__ipg_bucket_flat_buffer', in destroy
+symptom: destroy() raises AttributeError: no attribute '_DeepSpeedZeroOptimizer_Stage3__ipg_bucket_flat_buffer'
 reported: no report known
 affects: ==0.16.4
 fixed: 0.18.8
@@ -16,11 +16,11 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_destroy_without_contiguous_gradients.py
 
-It deletes a buffer that only an engine with contiguous gradients has.
+destroy() deletes a buffer that exists only with contiguous gradients.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -36,7 +36,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "has no attribute '_DeepSpeedZeroOptimizer_Stage3__ipg_bucket_flat_buffer'"

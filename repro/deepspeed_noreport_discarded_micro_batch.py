@@ -1,4 +1,4 @@
-"""A discarded micro-batch takes the gradients of the window after it along, in DeepSpeed at ZeRO stage 2.
+"""At ZeRO stage 2, zero_grad() after a micro-batch makes the step lose the gradients of the following window.
 
 id: discarded-micro-batch
 engine: deepspeed
@@ -15,12 +15,13 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_discarded_micro_batch.py
 
-Silent, at stage 2 with gradient accumulation. A caller who finds a loss or a gradient that is not finite discards it by
-zero_grad(), and trains the window from its beginning. Stages 0, 1 and 3 step with the gradients of that window.
+The failure is silent, at stage 2 with gradient accumulation. A caller who finds a loss or a gradient that is not finite
+discards the micro-batch by zero_grad(), and trains the window from its beginning. Stages 0, 1 and 3 step with the
+gradients of that window.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -37,7 +38,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 import deepspeed
 from deepspeed.utils import safe_get_full_fp32_param
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 OK = "repro: a discarded micro-batch at ZeRO stage 2 OK."

@@ -1,8 +1,8 @@
-"""At stage 0 on a CPU the reduction refuses the gradient of a float64 weight.
+"""At stage 0 on a CPU, the first backward raises for a model with a float64 weight.
 
 id: double-weight-stage0
 engine: deepspeed
-symptom: AssertionError in the first backward of a model with a float64 weight, which PyTorch trains
+symptom: the first backward of a model with a float64 weight raises AssertionError; PyTorch trains the model
 reported: no report known
 affects: >=0.19.5
 fixed: not yet
@@ -15,12 +15,12 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=2 repro/deepspeed_noreport_double_weight_stage0.py
 
-The dtypes that the reduction accepts are the accelerator's supported ones, which on a CPU lack float64
+The reduction accepts the dtypes that the accelerator supports, and the list of a CPU lacks float64
 (`split_half_float_double_sparse`, `runtime/engine.py`).
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -36,7 +36,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "attempting to reduce an unsupported grad type: torch.float64"

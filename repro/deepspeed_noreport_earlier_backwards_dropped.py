@@ -1,4 +1,4 @@
-"""Of several engine.backward() calls before one step, ZeRO-1 and 2 keep the last one's gradient alone.
+"""If several engine.backward() calls precede one step, ZeRO-1 and 2 keep only the gradient of the last one.
 
 id: earlier-backwards-dropped
 engine: deepspeed
@@ -15,13 +15,13 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_earlier_backwards_dropped.py
 
-Silent, at stages 1 and 2; stages 0 and 3 add the gradients, as PyTorch does. set_gradient_accumulation_boundary asks
-its caller to say which backward of a step is the last one, so this is documented; nothing warns of it. 0.17.6 and
-0.18.2 raise a TypeError, 0.16.4 is right.
+The failure is silent, at stages 1 and 2; stages 0 and 3 add the gradients, as PyTorch does.
+set_gradient_accumulation_boundary asks its caller to say which backward of a step is the last one, so this limit is
+documented; but DeepSpeed gives no warning. 0.17.6 and 0.18.2 raise a TypeError, 0.16.4 is right.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -37,7 +37,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 OK = "repro: three engine.backward() calls before one step, at ZeRO stage 1 OK."

@@ -1,4 +1,4 @@
-"""At stage 0 a second backward sums the gradient of the first one over the ranks again.
+"""At stage 0, the second of two backwards before a step sums the gradient of the first one over the ranks again.
 
 id: earlier-backwards-reduced-again
 engine: deepspeed
@@ -16,12 +16,12 @@ Run it with nothing but torch and deepspeed installed:
     torchrun --standalone --nproc_per_node=2 repro/deepspeed_noreport_earlier_backwards_reduced_again.py
 
 Each backward is at the accumulation boundary and reduces param.grad, which already holds the reduced sum of the earlier
-ones. A mean of equal means is right; a sum is not. With set_gradient_accumulation_boundary(False) before all but the
-last backward, the gradient is right, as the script asserts.
+backwards. A mean of equal means does not change; a sum does. With set_gradient_accumulation_boundary(False) before all
+but the last backward, the gradient is right, and the script asserts this.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -37,7 +37,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "the first backward was summed over the ranks twice"

@@ -1,8 +1,8 @@
-"""In bf16 without ZeRO, a step undoes an edit that the caller made to a weight in place, silently.
+"""In bf16 without ZeRO, a step silently undoes the caller's in-place edit of a weight.
 
 id: edit-in-place-undone
 engine: deepspeed
-symptom: weights that were tied or averaged in place are those from before after the next step
+symptom: weights that the caller tied or averaged in place have their values from before the edit after the next step
 reported: no report known
 affects: >=0.19.8
 fixed: not yet
@@ -15,13 +15,13 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_edit_in_place_undone.py
 
-The step works on an fp32 copy, which an edit of the weight does not reach, and copies the result over the weight. At
-stages 1 and 2 it is the same, in fp32 too; there safe_set_full_fp32_param edits the copy, which is documented. Without
-ZeRO this function does nothing.
+The step works on an fp32 copy of the weight, which an edit of the weight does not reach, and copies the result over the
+weight. Stages 1 and 2 do the same, in fp32 too. There safe_set_full_fp32_param edits the copy, which is documented.
+Without ZeRO this function does nothing.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -37,7 +37,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "the weight after the step is -1.0 as if nobody had edited it"

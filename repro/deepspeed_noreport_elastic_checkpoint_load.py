@@ -1,8 +1,8 @@
-"""With elastic_checkpoint, load_checkpoint refuses what save_checkpoint wrote for an optimizer of torch.
+"""With elastic_checkpoint, load_checkpoint raises for a checkpoint that save_checkpoint wrote for a torch optimizer.
 
 id: elastic-checkpoint-load
 engine: deepspeed
-symptom: load_checkpoint raises an AssertionError without a message with elastic_checkpoint
+symptom: with elastic_checkpoint, load_checkpoint raises an AssertionError without a message
 reported: no report known
 affects: >=0.19.8
 fixed: not yet
@@ -15,12 +15,12 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_elastic_checkpoint_load.py
 
-The step count is looked up in param_groups, where DeepSpeed's own Adam keeps it; torch's optimizers keep it in the
-state.
+load_checkpoint looks for the step count in param_groups, where DeepSpeed's own Adam keeps it. torch's optimizers keep
+the step count in the state.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -37,7 +37,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "load_checkpoint raises AssertionError"

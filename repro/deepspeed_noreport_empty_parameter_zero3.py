@@ -1,8 +1,8 @@
-"""Under ZeRO-3 the forward raises for a module with a parameter of no elements.
+"""Under ZeRO-3 the first forward raises for a module with a parameter that has no elements.
 
 id: empty-parameter-zero3
 engine: deepspeed
-symptom: AssertionError in the first forward of a model with an empty parameter, which PyTorch trains
+symptom: the first forward of a model with an empty parameter raises AssertionError; PyTorch trains the model
 reported: no report known
 affects: >=0.16.4
 fixed: not yet
@@ -15,12 +15,12 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_empty_parameter_zero3.py
 
-The parameter is never gathered, having nothing to gather, and `fetch_sub_module` asserts that it was. #8467 (0.19.8)
-leaves such parameters out of the optimizers' groups; the gather still fails.
+ZeRO-3 never gathers the parameter, because there is nothing to gather, but `fetch_sub_module` asserts that the
+parameter was gathered. #8467 (0.19.8) leaves such parameters out of the optimizers' groups; the gather still fails.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -37,7 +37,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 import deepspeed
 from deepspeed.utils import safe_get_full_grad
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "'status': 'NOT_AVAILABLE', 'numel': 0, 'ds_numel': 0"
@@ -46,7 +46,7 @@ CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
     "gradient_clipping": 0.0,
     "zero_allow_untested_optimizer": True,
-    # Without the threshold a model this small stays whole on every rank.
+    # Without this threshold, every rank keeps all weights of so small a model unsharded.
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
 }
 

@@ -1,8 +1,8 @@
-"""At ZeRO stages 1 and 2 deepspeed.initialize asserts that each weight has elements.
+"""At ZeRO stages 1 and 2, deepspeed.initialize raises for a weight without elements.
 
 id: empty-weight-sharded
 engine: deepspeed
-symptom: AssertionError from deepspeed.initialize for a model with an empty weight, which PyTorch trains
+symptom: deepspeed.initialize raises AssertionError for a model with an empty weight; PyTorch trains the model
 reported: no report known
 affects: ==0.19.5
 fixed: 0.19.8
@@ -16,12 +16,12 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_empty_weight_sharded.py
 
-Each weight is mapped to the part of the flat fp32 weights that it fills, which is asserted not to be empty
+DeepSpeed maps each weight to its part of the flat fp32 weights, and asserts that this part is not empty
 (`get_hp_fragment_mapping`, `utils/tensor_fragment.py`).
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -37,7 +37,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "should be < fragment_end"

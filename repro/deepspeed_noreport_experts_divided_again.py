@@ -1,8 +1,8 @@
-"""At stage 0 a second backward divides the gradient of an expert again.
+"""At stage 0, a second backward divides the gradient of an expert by the number of ranks again.
 
 id: experts-divided-again
 engine: deepspeed
-symptom: at stage 0, of two backwards before a step the first counts half in the gradient of an expert
+symptom: at stage 0, the first of two backwards before a step counts only half in the gradient of an expert
 reported: no report known
 affects: ==0.19.8
 fixed: not yet
@@ -15,12 +15,13 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=2 repro/deepspeed_noreport_experts_divided_again.py
 
-Each backward of stage 0 reduces what is in .grad. For weights that all ranks have this is a mean of means, which
-changes nothing. An expert's gradient is divided by the number of ranks, and the second backward divides it again.
+Each backward of stage 0 reduces the content of .grad. For weights that all ranks have, the second reduction is a mean
+of means, which changes nothing. But an expert's gradient is divided by the number of ranks, and the second backward
+divides it again.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -39,7 +40,7 @@ import deepspeed
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 OK = "repro: two backwards through experts OK."

@@ -1,8 +1,8 @@
-"""At ZeRO stage 1 fp32 gradients are not reduced if the optimizer's first parameter is bf16, as a frozen one of LoRA.
+"""ZeRO-1 does not reduce fp32 gradients if the optimizer's first parameter is bf16, such as a frozen LoRA weight.
 
 id: first-dtype-unreduced
 engine: deepspeed
-symptom: silent: ranks train apart at ZeRO stage 1 if the first parameter is bf16 and frozen and the others are fp32
+symptom: silent: at ZeRO stage 1 ranks diverge if the first parameter is bf16 and frozen and the others are fp32
 reported: no report known
 affects: >=0.16.4,<=0.19.7
 fixed: 0.19.8
@@ -16,12 +16,13 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=2 repro/deepspeed_noreport_first_dtype_unreduced.py
 
-The dtype of the optimizer's first parameter counts as that of all. Gradients accumulate in another one, fp32, and
-get_gradient_for_reduction() (runtime/zero/stage_1_and_2.py) casts them: what is reduced is a copy.
+DeepSpeed uses the dtype of the optimizer's first parameter as the dtype of all. Gradients accumulate in another dtype,
+fp32, and get_gradient_for_reduction() (runtime/zero/stage_1_and_2.py) casts them, so DeepSpeed reduces a copy and not
+the gradient itself.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -38,7 +39,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 import deepspeed
 from deepspeed.utils import safe_get_full_grad
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "the gradient of each rank alone"

@@ -1,4 +1,4 @@
-"""Two forwards, then their two backwards: ZeRO-3 keeps the second gradient alone.
+"""If two forwards precede their two backwards, ZeRO-3 keeps only the gradient of the second backward.
 
 id: forwards-before-backwards
 engine: deepspeed
@@ -15,13 +15,14 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_forwards_before_backwards.py
 
-Silent, at stage 3. Whether a gradient is added to the others of its step or takes their place hangs on a count that the
-next forward raises, so forward, backward, forward, backward is right. Inside engine.coalesce_grad_reduction() this
-is right as well. By loss.backward() it raises on a CPU (unknown parameter type). Right up to 0.18.4.
+The failure is silent, at stage 3. A count decides whether a gradient is added to the others of its step or replaces
+them. The next forward raises this count, so the order forward, backward, forward, backward is right. Inside
+engine.coalesce_grad_reduction() two forwards before two backwards are right as well. With loss.backward() DeepSpeed
+raises on a CPU (unknown parameter type). Releases up to 0.18.4 are right.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -38,7 +39,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 import deepspeed
 from deepspeed.utils import safe_get_full_fp32_param
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 OK = "repro: two forwards, then their two backwards, at ZeRO stage 3 OK."
@@ -46,7 +47,7 @@ CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
     "gradient_clipping": 0.0,
     "zero_allow_untested_optimizer": True,
-    # Without the threshold a model this small stays whole on every rank, and nothing is freed.
+    # Without this threshold, every rank keeps all weights of so small a model unsharded, and nothing is freed.
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
 }
 

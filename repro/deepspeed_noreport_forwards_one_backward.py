@@ -1,8 +1,8 @@
-"""One loss.backward() over two forwards of an engine is never reduced, and step() raises KeyError: 0.
+"""DeepSpeed never reduces one loss.backward() over two forwards of an engine, and step() raises KeyError: 0.
 
 id: forwards-one-backward
 engine: deepspeed
-symptom: KeyError: 0 in the step after one loss.backward() over two forwards
+symptom: after one loss.backward() over two forwards, step() raises KeyError: 0
 reported: no report known
 affects: >=0.19.6
 fixed: not yet
@@ -15,14 +15,14 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_forwards_one_backward.py
 
-Stages 1 to 3, and with an output fed back, engine(engine(x)), too; by engine.backward(loss) both are right. Each
-forward's output enters the backward once, so its depth is 2, and _backward_post_hook takes a depth above 1 for an
-interrupted backward and leaves the reduction out. Since 0.19.6, which brought #8245; right in 0.18.3 to 0.19.5, and
-before that no loss.backward() was reduced (#7665).
+Stages 1 to 3 have the bug, and engine(engine(x)), which feeds an output back, shows it too. With engine.backward(loss)
+both are right. Each forward's output enters the backward once, so the depth is 2. _backward_post_hook treats a depth
+above 1 as an interrupted backward and leaves the reduction out. The bug came with 0.19.6, which brought #8245; 0.18.3
+to 0.19.5 are right, and earlier releases reduced no loss.backward() (#7665).
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -38,7 +38,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "KeyError: 0"

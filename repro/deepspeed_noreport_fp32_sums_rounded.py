@@ -1,4 +1,4 @@
-"""At ZeRO stage 2 gradients that accumulate in fp32 are rounded to bf16 before they are reduced.
+"""At ZeRO stage 2, DeepSpeed rounds gradients that accumulate in fp32 to bf16 before it reduces them.
 
 id: fp32-sums-rounded
 engine: deepspeed
@@ -16,13 +16,14 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_fp32_sums_rounded.py
 
-The gradients of two micro-batches are 128 and 0.5. fp32 holds their sum and bf16 does not. It is rounded where the
-reduction fetches it (`get_gradient_for_reduction`, `runtime/zero/stage_1_and_2.py`), whatever communication_data_type
-says. At stage 1, where BF16_Optimizer reduces them, communication_data_type fp32 keeps the sum.
+The gradients of two micro-batches are 128 and 0.5. fp32 can hold their sum and bf16 cannot. DeepSpeed rounds the sum
+when the reduction fetches it (`get_gradient_for_reduction`, `runtime/zero/stage_1_and_2.py`), with any
+communication_data_type. At stage 1 BF16_Optimizer reduces the gradients, and communication_data_type fp32 keeps the
+sum.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -39,7 +40,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 import deepspeed
 from deepspeed.utils import safe_get_full_fp32_param
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "the step used 128.0"

@@ -1,8 +1,8 @@
-"""A weight that an evaluation at ZeRO stage 3 prefetched is in flight when GatheredParameters wants to partition it.
+"""At ZeRO stage 3, GatheredParameters raises for a weight that an evaluation prefetched and that is still in flight.
 
 id: gathered-in-flight
 engine: deepspeed
-symptom: AssertionError: Cannot partition a param in flight, where weights are read after an evaluation
+symptom: reading weights after an evaluation raises AssertionError: Cannot partition a param in flight
 reported: no report known
 affects: >=0.19.8
 fixed: not yet
@@ -15,13 +15,14 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_gathered_in_flight.py
 
-The engine prefetches what the recorded trace of a training step uses next: at the end of a forward, the weights of the
-backward. After a forward without a backward nobody waits for that gather. With stage3_allgather_sequential each weight
-has a gather of its own, and GatheredParameters leaves the one in flight alone on entry, and partitions it on exit.
+The engine prefetches the weights that the recorded trace of a training step uses next. At the end of a forward, these
+are the weights of the backward. After a forward without a backward nothing waits for that gather. With
+stage3_allgather_sequential each weight has a gather of its own. GatheredParameters ignores the gather in flight on
+entry, and partitions the weight on exit.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -37,7 +38,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "Cannot partition a param in flight"
@@ -48,7 +49,7 @@ CONFIG = {
     "zero_allow_untested_optimizer": True,
     "zero_optimization": {
         "stage": 3,
-        # Without the threshold a model this small stays whole on every rank, and nothing is freed.
+        # Without this threshold, every rank keeps all weights of so small a model unsharded, and nothing is freed.
         "stage3_param_persistence_threshold": 0,
         "stage3_max_reuse_distance": 0,
         "stage3_allgather_sequential": True,

@@ -1,8 +1,8 @@
-"""With the loss of the tutorial of Ulysses, gradients are multiplied by the ranks of a sequence at stages 0 to 2.
+"""With the loss of the Ulysses tutorial, stages 0 to 2 multiply gradients by the number of ranks of a sequence.
 
 id: gathered-loss-times-parts
 engine: deepspeed
-symptom: a loss that is gathered over n ranks of a sequence gives n times the gradient, and at stage 3 the right one
+symptom: a loss gathered over n ranks of a sequence gives n times the gradient at stages 0 to 2; stage 3 is right
 reported: no report known
 affects: >=0.19.8
 fixed: not yet
@@ -16,11 +16,11 @@ Run it with nothing but torch and deepspeed installed:
     torchrun --standalone --nproc_per_node=2 repro/deepspeed_noreport_gathered_loss_times_parts.py
 
 DeepSpeed's tutorial of Ulysses gathers the losses of all parts with torch.distributed.nn.functional.all_gather, and
-weighs each with the tokens of its part. Every rank then calls backward on the whole loss, and the backward of that
+weighs each loss with the tokens of its part. Every rank then calls backward on the whole loss, and the backward of that
 all_gather adds up the gradients of all ranks. DeepSpeed's stages 0 to 2 sum over the parts of a sequence and divide by
-the ranks of the data alone, which is right for a loss that each rank takes of its own part. So the gradient is as many
-times too large as a sequence has ranks. Stage 3 divides by these ranks once more (zero3-divides-by-sequence-parts), so
-that with this loss it alone is right. DeepSpeed's own test of the tutorial (test_ulysses_sp_hf.py) compares gradients
+the number of data ranks alone, which is right if each rank computes a loss of its own part. So the gradient is n times
+too large for a sequence of n ranks. Stage 3 also divides by the ranks of a sequence (zero3-divides-by-sequence-parts),
+so only stage 3 is right with this loss. DeepSpeed's own test of the tutorial (test_ulysses_sp_hf.py) compares gradients
 at stage 2 with an absolute tolerance of 1e-3.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, that is, if stages
@@ -44,7 +44,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 import deepspeed
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 OK = "repro: a loss that is gathered over a sequence has the gradient of the mean over all tokens OK."
@@ -80,7 +80,7 @@ def measure_step(device, stage):
 
 
 def judge_steps(steps, parts):
-    """Return the exit code: 0 for right steps, 1 for the bug's, of which stage 3 may have any, else 2."""
+    """Return the exit code: 0 for right steps, 1 for the bug (stage 3 may make any step), else 2."""
     if all(step == RIGHT for step in steps):
         return 0
     return 1 if all(step == parts * RIGHT for step in steps[:3]) else 2

@@ -1,8 +1,8 @@
-"""A micro-batch that zero_grad gave up still counts: the next step comes early, with half of its gradient.
+"""DeepSpeed counts a micro-batch that zero_grad discarded, so the next step comes early, with half of its gradient.
 
 id: given-up-counted
 engine: deepspeed
-symptom: after zero_grad within an accumulation the next step is made before its last micro-batch
+symptom: after zero_grad within an accumulation window, the next step comes before its last micro-batch
 reported: no report known
 affects: >=0.16.4
 fixed: not yet
@@ -16,12 +16,13 @@ Run it with nothing but torch and deepspeed installed:
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_given_up_counted.py
 
 is_gradient_accumulation_boundary() counts engine.micro_steps, which neither the engine's zero_grad nor the optimizer's
-resets. A micro-batch is given up, as one is whose loss is not finite; two more follow, a window of their own. Their
-losses have the gradients 2 and 4, whose mean is 3, and the rate is 1. Stages 0 and 2 do the same.
+resets. The script discards one micro-batch, as a caller does if its loss is not finite. Two more micro-batches follow,
+a window of their own. Their losses have the gradients 2 and 4, whose mean is 3, and the learning rate is 1. Stages 0
+and 2 do the same.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -37,7 +38,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "the weight moved by 1.0 after 1 of 2 micro-batches"
@@ -49,7 +50,7 @@ CONFIG = {
     "zero_allow_untested_optimizer": True,
     "zero_optimization": {"stage": 1},
 }
-FACTORS = (2.0, 4.0)  # what each loss multiplies the output by
+FACTORS = (2.0, 4.0)  # the factors by which the losses multiply the output
 WANTED = 3.0  # the mean of their gradients
 
 
@@ -57,12 +58,12 @@ def main():
     deepspeed.init_distributed()
     device = deepspeed.accelerator.get_accelerator().current_device_name()
     model, inputs = nn.Linear(1, 1, bias=False).to(device), torch.ones(1, 1).to(device)
-    nn.init.zeros_(model.weight)  # so that every weight that follows is exact
+    nn.init.zeros_(model.weight)  # so that every later weight is exact
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)[0]
 
     engine.backward(64.0 * engine(inputs).sum())
-    engine.step()  # within the accumulation, so it moves nothing
+    engine.step()  # inside the window, so this step moves nothing
     engine.optimizer.zero_grad()
     engine.zero_grad()
     for micro_batches, factor in enumerate(FACTORS, start=1):

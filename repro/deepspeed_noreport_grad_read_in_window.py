@@ -1,8 +1,8 @@
-"""Inside an accumulation window safe_get_full_grad returns this rank's own gradient.
+"""Inside an accumulation window, safe_get_full_grad returns each rank's own gradient instead of the mean over ranks.
 
 id: grad-read-in-window
 engine: deepspeed
-symptom: after the first backward of two, every rank reads another gradient, which is not the mean over ranks
+symptom: after the first of two backwards, safe_get_full_grad returns another gradient on each rank, not the mean
 reported: no report known
 affects: >=0.19.8
 fixed: not yet
@@ -16,13 +16,13 @@ Run it with nothing but torch and deepspeed installed:
     torchrun --standalone --nproc_per_node=2 repro/deepspeed_noreport_grad_read_in_window.py
 
 DeepSpeed documents that "the gradients are valid after backward and before step". Stage 1 keeps the gradients of a
-window in param.grad and reduces them in the last backward, and safe_get_full_grad returns param.grad if there is one.
-Stage 2 raises "Gradients are only available immediately after backward and before engine step" in the same place, on
+window in param.grad and reduces them in the last backward, and safe_get_full_grad returns param.grad if it exists.
+Stage 2 raises "Gradients are only available immediately after backward and before engine step" at the same point, on
 the rank that owns the elements.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -39,7 +39,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 import deepspeed
 from deepspeed.utils import safe_get_full_grad
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "the gradient of this rank alone, not reduced"

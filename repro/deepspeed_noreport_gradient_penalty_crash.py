@@ -1,8 +1,8 @@
-"""A gradient penalty cannot be trained: torch.autograd.grad(..., create_graph=True) through an engine raises.
+"""torch.autograd.grad(..., create_graph=True) through an engine raises, so a gradient penalty cannot be trained.
 
 id: gradient-penalty-crash
 engine: deepspeed
-symptom: IndexError in torch.autograd.grad of the engine's output
+symptom: torch.autograd.grad of the engine's output raises IndexError
 reported: no report known
 affects: >=0.18.5
 fixed: not yet
@@ -15,12 +15,13 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_gradient_penalty_crash.py
 
-Stages 0 to 3 all raise, each something else: the hook on the engine's output begins a backward of the engine, whose end
-looks for the parameters' gradients. Stage 3: mat2 must be a matrix. Right at stage 1 up to 0.18.4.
+Stages 0 to 3 all raise, each with another error. The hook on the engine's output begins a backward of the engine, and
+the end of this backward looks for the parameters' gradients. Stage 3 raises "mat2 must be a matrix". Stage 1 is right
+up to 0.18.4.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -36,7 +37,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "list index out of range"
@@ -50,7 +51,7 @@ CONFIG = {
 
 
 def penalty(model, x):
-    """The squared norm of the gradient of a loss with respect to the inputs."""
+    """Return the squared norm of the gradient of a loss with respect to the inputs."""
     (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
     return grad.square().sum()
 

@@ -1,8 +1,8 @@
-"""After an engine with hpZ was destroyed, an engine of the same process without hpZ keeps secondary copies of weights.
+"""After an hpZ engine was destroyed, a later engine without hpZ in the same process keeps secondary weight copies.
 
 id: hpz-outlives-destroy
 engine: deepspeed
-symptom: an engine built after one with zero_hpz_partition_size was destroyed keeps secondary copies of weights
+symptom: after an engine with zero_hpz_partition_size was destroyed, a later engine keeps secondary copies of weights
 reported: no report known
 affects: >=0.19.8
 fixed: not yet
@@ -15,13 +15,13 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=2 repro/deepspeed_noreport_hpz_outlives_destroy.py
 
-The process group of hpZ is a global variable that destroy() does not reset, and a later engine at stage 3 takes it
-whatever its own zero_hpz_partition_size is. The later engine then has the memory, and the bugs, of hpZ; under zero.Init
+The process group of hpZ is a global variable that destroy() does not reset. A later engine at stage 3 uses this group
+for any zero_hpz_partition_size of its own. So the later engine has the memory use and the bugs of hpZ. Under zero.Init
 an engine with hpZ raises "ZeRO parameter intra parallel group is already initialized".
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -37,7 +37,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "an engine without hpZ has secondary copies of weights"
@@ -45,7 +45,7 @@ OK = "repro: no secondary copies without hpZ OK."
 
 
 def build_engine(hpz_size):
-    # Without the threshold a model this small stays whole on every rank.
+    # Without this threshold, every rank keeps all weights of so small a model unsharded.
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "zero_hpz_partition_size": hpz_size}
     config = {
         "train_micro_batch_size_per_gpu": 1,

@@ -1,8 +1,8 @@
-"""A weight that torch.inference_mode() gathered at ZeRO stage 3, and that two modules share, stays an inference tensor.
+"""At ZeRO stage 3, a weight that two modules share stays an inference tensor after torch.inference_mode() gathered it.
 
 id: inference-weights-kept
 engine: deepspeed
-symptom: Inference tensors cannot be saved for backward, in the forward after an evaluation under inference_mode
+symptom: after an evaluation under inference_mode, a forward raises "Inference tensors cannot be saved for backward"
 reported: no report known
 affects: >=0.19.8
 fixed: not yet
@@ -15,13 +15,13 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=2 repro/deepspeed_noreport_inference_weights_kept.py
 
-A weight is read outside its module, as by tied embeddings, after a training step began. What inference_mode gathered
-for it is not freed, and the next forward uses the inference tensor. With torch.no_grad() it is right, and on one rank,
-where nothing is gathered.
+The model reads a weight outside the weight's own module, as with tied embeddings, and the evaluation runs after a
+training step began. ZeRO-3 does not free the tensor that it gathered under inference_mode, and the next forward uses
+this inference tensor. With torch.no_grad() the forward is right, and on one rank too, where nothing is gathered.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -37,7 +37,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "Inference tensors cannot be saved for backward"
@@ -46,8 +46,8 @@ CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
     "gradient_clipping": 0.0,
     "zero_allow_untested_optimizer": True,
-    # Without the threshold a model this small stays whole on every rank, and nothing is freed. DeepSpeed's own linear
-    # function does not save a weight by save_for_backward.
+    # Without this threshold, every rank keeps all weights of so small a model unsharded, and nothing is freed.
+    # DeepSpeed's own linear function does not save a weight by save_for_backward.
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "memory_efficient_linear": False},
 }
 

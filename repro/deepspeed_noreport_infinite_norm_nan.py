@@ -1,4 +1,4 @@
-"""Clipping by an infinite norm makes gradients NaN that are finite.
+"""If the gradient norm is infinite, clipping at ZeRO stages 1 and 2 turns finite gradients into NaN.
 
 id: infinite-norm-nan
 engine: deepspeed
@@ -16,11 +16,12 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_infinite_norm_nan.py
 
-torch.nn.utils.clip_grad_norm_ multiplies by 1 / inf, which is 0: the infinite gradient becomes NaN, and the others 0.
+torch.nn.utils.clip_grad_norm_ multiplies by 1 / inf, which is 0: the infinite gradient becomes NaN, and the others
+become 0.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -36,7 +37,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "a weight whose gradient is finite became NaN"

@@ -1,8 +1,8 @@
-"""An infinite gradient norm is taken for 1, and does not clip, at ZeRO stages 1 to 3.
+"""ZeRO stages 1 to 3 replace an infinite gradient norm by 1 and do not clip.
 
 id: infinite-norm-unclipped
 engine: deepspeed
-symptom: get_global_grad_norm() is 1 where the norm is infinite, and gradient_clipping leaves the gradients as they are
+symptom: get_global_grad_norm() is 1 if the norm is infinite, and gradient_clipping leaves the gradients unchanged
 reported: no report known
 affects: >=0.17.0,<=0.19.7
 fixed: 0.19.8
@@ -16,12 +16,12 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_infinite_norm_unclipped.py
 
-A norm of a parameter group that is infinite or NaN becomes -1, and the norm over the groups has its square. torch's
-clip_grad_norm_ returns infinity, and scales all finite gradients to 0.
+DeepSpeed replaces an infinite or NaN norm of a parameter group by -1. The norm over all groups uses the square of this
+-1. torch's clip_grad_norm_ returns infinity, and scales all finite gradients to 0.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -37,7 +37,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "the norm of an infinite gradient is 1.0"

@@ -1,8 +1,8 @@
-"""A leaf module of stage 3 is reduced before its gradients exist, if its inputs need no gradient.
+"""Stage 3 reduces a leaf module before its gradients exist if the inputs of the module need no gradient.
 
 id: leaf-module-inputs
 engine: deepspeed
-symptom: backward crashes at stage 3 where a leaf module is the first layer
+symptom: backward crashes at stage 3 if a leaf module is the first layer
 reported: no report known
 affects: >=0.19.8
 fixed: not yet
@@ -15,12 +15,13 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=2 repro/deepspeed_noreport_leaf_module_inputs.py
 
-The end of a leaf module's backward is a register_full_backward_hook, which torch runs early if no input needs a
-gradient. A stage3_module_granularity_threshold above the whole model's makes the whole model such a leaf module.
+A register_full_backward_hook ends the backward of a leaf module, and torch runs this hook early if no input needs a
+gradient. A stage3_module_granularity_threshold above the granularity of the whole model turns the whole model into such
+a leaf module.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -36,7 +37,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "backward of a leaf module whose inputs need no gradient"

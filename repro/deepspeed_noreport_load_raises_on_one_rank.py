@@ -1,4 +1,4 @@
-"""A load raises on the rank alone whose file is missing or damaged, and the other ranks train on.
+"""load_checkpoint raises only on the rank whose file is missing or damaged, and the other ranks continue training.
 
 id: load-raises-on-one-rank
 engine: deepspeed
@@ -15,13 +15,13 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=2 repro/deepspeed_noreport_load_raises_on_one_rank.py
 
-A training falls back to an older checkpoint if the newest one cannot be loaded. Each rank reads its own optimizer
-states, and load_checkpoint of deepspeed.runtime.engine does not tell the other ranks that a read failed. So the rank
-with the damaged file falls back, and the other one trains on from the newest checkpoint.
+The script trains as a job does that falls back to an older checkpoint if the newest one cannot be loaded. Each rank
+reads its own optimizer states, and load_checkpoint of deepspeed.runtime.engine does not tell the other ranks that a
+read failed. So the rank with the damaged file falls back, and the other rank continues from the newest checkpoint.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -40,7 +40,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "the ranks continue from different checkpoints"
@@ -63,7 +63,7 @@ def load_newest(engine, folder):
     for tag in ("second", "first"):
         try:
             engine.load_checkpoint(folder, tag=tag)
-        except Exception as error:  # noqa: BLE001 - as a training does that falls back to an older checkpoint
+        except Exception as error:  # noqa: BLE001 - a job that falls back to an older checkpoint does the same
             print(f"rank {dist.get_rank()}: {tag}: {type(error).__name__}", file=sys.stderr, flush=True)
         else:
             return tag

@@ -1,8 +1,8 @@
-"""The fp32 weights that the optimizer works on begin as the model's weights rounded to bf16.
+"""The optimizer's fp32 master weights start as the model's fp32 weights rounded to bf16.
 
 id: masters-rounded-bf16
 engine: deepspeed
-symptom: training in bf16 from fp32 weights does not start from these weights
+symptom: training in bf16 from fp32 weights starts from rounded weights instead of the fp32 weights
 reported: no report known
 affects: >=0.16.4
 fixed: not yet
@@ -15,11 +15,12 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_masters_rounded_bf16.py
 
-The model is converted to bf16 first, and the optimizer's fp32 copy is made of the result. Stage 2 does the same.
+DeepSpeed converts the model to bf16 first, and makes the optimizer's fp32 copy from the bf16 weights. Stage 2 does the
+same.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -36,7 +37,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 import deepspeed
 from deepspeed.utils import safe_get_full_fp32_param
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "the fp32 weight is 256.0 before the first step"
@@ -53,7 +54,7 @@ CONFIG = {
 def main():
     deepspeed.init_distributed()
     model = nn.Linear(1, 1, bias=False)
-    nn.init.constant_(model.weight, 257.0)  # bf16 has 256 and 258
+    nn.init.constant_(model.weight, 257.0)  # bf16 can represent 256 and 258
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)[0]
     found = safe_get_full_fp32_param(engine.module.weight).item()

@@ -1,4 +1,4 @@
-"""At ZeRO stages 1 and 2 Muon keeps the momentum of the last matrix of a rank alone, and none of the others'.
+"""At ZeRO stages 1 and 2, Muon keeps only the momentum of a rank's last matrix and loses that of all others.
 
 id: muon-momentum-lost
 engine: deepspeed
@@ -16,13 +16,13 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_muon_momentum_lost.py
 
-A step writes momentum to a copy, which is kept when the step is made. _muon_staging_momentum()
-(runtime/zero/stage_1_and_2.py) makes that copy of all matrices of a partition anew for each of them, so that it
-overwrites the momentum of those before it.
+Muon writes momentum to a staging copy, which DeepSpeed keeps when the step is made. For each matrix of a partition,
+_muon_staging_momentum() (runtime/zero/stage_1_and_2.py) makes the staging copy of all matrices of the partition again,
+and so overwrites the momentum of the matrices before.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -39,9 +39,9 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 import deepspeed
 from deepspeed.utils import safe_get_full_optimizer_state
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
-torch.compiler.set_stance("force_eager")  # compiling Muon takes a minute
+torch.compiler.set_stance("force_eager")  # to compile Muon would take a minute
 
 SIGNATURE = "the momentum of the first matrix is lost"
 OK = "repro: the momentum of two matrices in Muon OK."

@@ -1,8 +1,8 @@
-"""At ZeRO stages 1 and 2 Muon's momentum is linked to matrices by its size alone, and read one element off.
+"""At ZeRO stages 1 and 2, DeepSpeed links Muon's momentum to matrices by size alone and reads it one element off.
 
 id: muon-momentum-shifted
 engine: deepspeed
-symptom: silent: safe_get_full_optimizer_state(param, "momentum_buffer") returns elements of other places, with Muon
+symptom: silent: safe_get_full_optimizer_state(param, "momentum_buffer") returns elements of other positions, with Muon
 reported: no report known
 affects: >=0.19.8
 fixed: not yet
@@ -16,14 +16,15 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=2 repro/deepspeed_noreport_muon_momentum_shifted.py
 
-The momentum of a partition has all elements of the matrices that reach into it. State is linked to parameters if it has
-as many elements as the partition. Here the matrices have 63, 48 and 16 elements, so that each rank has 64: rank 0 the
-first matrix and one element of the second, and rank 1 the other 47, the third and one of padding. The momentum of rank
-1 has all 64 elements of the second and third. It is linked as if it began with the second element of the second matrix.
+The momentum of a partition has all elements of the matrices that reach into the partition. DeepSpeed links a state to
+parameters if the state has as many elements as the partition. Here the matrices have 63, 48 and 16 elements, so each
+rank has 64. Rank 0 has the first matrix and one element of the second. Rank 1 has the other 47 elements of the second
+matrix, the third matrix and one element of padding. The momentum of rank 1 has all 64 elements of the second and third
+matrix. DeepSpeed links it as if it began with the second element of the second matrix.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -40,9 +41,9 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 import deepspeed
 from deepspeed.utils import safe_get_full_optimizer_state
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
-torch.compiler.set_stance("force_eager")  # compiling Muon takes a minute
+torch.compiler.set_stance("force_eager")  # to compile Muon would take a minute
 
 SIGNATURE = "the momentum of the last matrix"
 OK = "repro: the momentum of the last matrix OK."

@@ -1,4 +1,4 @@
-"""At ZeRO stages 1 and 2 the momentum of Muon cannot be read if a rank has a part of a matrix.
+"""At ZeRO stages 1 and 2, the momentum of Muon cannot be read if a rank has only a part of a matrix.
 
 id: muon-momentum-unreadable
 engine: deepspeed
@@ -16,13 +16,13 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=2 repro/deepspeed_noreport_muon_momentum_unreadable.py
 
-The momentum of a partition has all elements of the matrices that reach into it. State is linked to parameters only if
-it has as many elements as the partition: if that consists of whole matrices. The same happens on one rank with
-parameter_alignment, by which the partition is padded and the momentum is not.
+The momentum of a partition has all elements of the matrices that reach into the partition. DeepSpeed links a state to
+parameters only if the state has as many elements as the partition, that is, if the partition consists of whole
+matrices. The same happens on one rank with parameter_alignment, which pads the partition and not the momentum.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -39,9 +39,9 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 import deepspeed
 from deepspeed.utils import safe_get_full_optimizer_state
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
-torch.compiler.set_stance("force_eager")  # compiling Muon takes a minute
+torch.compiler.set_stance("force_eager")  # to compile Muon would take a minute
 
 SIGNATURE = "momentum_buffer not found in optimizer state fragment"
 OK = "repro: the momentum of Muon OK."

@@ -1,4 +1,4 @@
-"""A loss in no_sync is not divided by the number of micro-batches, as every other one is.
+"""DeepSpeed does not divide a loss inside no_sync by the number of micro-batches, but divides every other loss.
 
 id: no-sync-undivided
 engine: deepspeed
@@ -16,12 +16,12 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_no_sync_undivided.py
 
-Every loss is divided by gradient_accumulation_steps, but within no_sync, which the engine takes for the accumulation of
-the caller.
+DeepSpeed divides every loss by gradient_accumulation_steps, except within no_sync: the engine assumes that the caller
+accumulates there.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -37,7 +37,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "the step used the sum and not the mean"

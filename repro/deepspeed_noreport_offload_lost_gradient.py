@@ -1,4 +1,4 @@
-"""With offload_optimizer a window loses the gradient of a weight that its last micro-batch does not use.
+"""With offload_optimizer, a window loses the gradient of a weight that its last micro-batch does not use.
 
 id: offload-lost-gradient
 engine: deepspeed
@@ -15,11 +15,11 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_offload_lost_gradient.py
 
-The gradient of an earlier micro-batch is added only where a later one of the window has a gradient too.
+DeepSpeed adds the gradient of an earlier micro-batch only if a later micro-batch of the window has a gradient too.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -35,7 +35,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "a weight of the first micro-batch alone does not move"

@@ -1,8 +1,8 @@
-"""With offload_optimizer a step that does not use a weight applies its gradient of the step before.
+"""With offload_optimizer, a step that does not use a weight applies the weight's gradient from an earlier step.
 
 id: offload-old-gradient
 engine: deepspeed
-symptom: with offload_optimizer a weight that a step does not use is moved by its old gradient
+symptom: with offload_optimizer, a step that does not use a weight moves the weight by its old gradient
 reported: no report known
 affects: >=0.19.8
 fixed: not yet
@@ -15,11 +15,12 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_offload_old_gradient.py
 
-Gradients are kept in CPU buffers, which nothing clears. Stage 3 does so without offloading (bypass-old-gradient).
+DeepSpeed keeps gradients in CPU buffers and never clears these buffers. Stage 3 does the same without offloading
+(bypass-old-gradient).
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -35,7 +36,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "a step that does not use a weight moves it by its old gradient"

@@ -1,8 +1,8 @@
-"""With an offloaded optimizer clipping uses the norm from before safe_set_full_grad.
+"""With an offloaded optimizer, clipping uses the norm from before safe_set_full_grad replaced the gradient.
 
 id: offload-stale-norm
 engine: deepspeed
-symptom: a replaced gradient is clipped by the norm of the gradient that backward computed
+symptom: DeepSpeed clips a replaced gradient by the norm of the gradient that backward computed
 reported: no report known
 affects: >=0.19.8
 fixed: not yet
@@ -15,12 +15,13 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_offload_stale_norm.py
 
-The norm of every parameter is computed during backward, when its gradient is copied to the CPU, and safe_set_full_grad
-does not compute it again. Stages 1 and 3 do the same; safe_set_local_grad of stage 3 does compute it.
+DeepSpeed computes the norm of every parameter during backward, when it copies the gradient to the CPU, and
+safe_set_full_grad does not compute the norm again. Stages 1 and 3 do the same; safe_set_local_grad of stage 3 does
+compute the norm.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -37,7 +38,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 import deepspeed
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_grad
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "clipped by the old norm"

@@ -1,4 +1,4 @@
-"""offload_states() of a model with a frozen weight at stage 3 raises, because the frozen weights are not in its buffer.
+"""At ZeRO stage 3, offload_states() raises for a model with a frozen weight.
 
 id: offload-states-frozen
 engine: deepspeed
@@ -15,12 +15,13 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=2 repro/deepspeed_noreport_offload_states_frozen.py
 
-offload_states() takes the partitions of all weights of the module for consecutive parts of lp_param_buffer, but that
-buffer has those of the trained weights alone (deepspeed/runtime/zero/stage3.py). LoRA is a model with frozen weights.
+offload_states() treats the partitions of all weights of the module as consecutive parts of lp_param_buffer, but that
+buffer has only the partitions of the trained weights (deepspeed/runtime/zero/stage3.py). A LoRA model has frozen
+weights.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -36,7 +37,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "offload_states() of a model with a frozen weight raised"
@@ -44,7 +45,7 @@ OK = "repro: offload_states() with a frozen weight OK."
 
 
 def build_engine():
-    # Without the threshold a model this small stays whole on every rank.
+    # Without this threshold, every rank keeps all weights of so small a model unsharded.
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": 0.0,

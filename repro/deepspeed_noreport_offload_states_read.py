@@ -15,12 +15,12 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=2 repro/deepspeed_noreport_offload_states_read.py
 
-reload_states() links each weight to its master again, but not to its optimizer state, which is linked after the first
-step only. Training is right; without the two calls the state is read as it should.
+reload_states() links each weight to its master weight again, but not to its optimizer state, which DeepSpeed links only
+after the first step. Training is right. Without the two calls safe_get_full_optimizer_state is right too.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -36,7 +36,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "argument of type 'NoneType' is not iterable"

@@ -1,8 +1,8 @@
-"""With offload_optimizer at stage 2, safe_set_full_grad is ignored inside an accumulation window.
+"""With offload_optimizer at stage 2, DeepSpeed ignores safe_set_full_grad inside an accumulation window.
 
 id: offload-write-in-window
 engine: deepspeed
-symptom: a gradient that is set before the last backward of a window is ignored, at stage 2 with offloading, silently
+symptom: at stage 2 with offloading, a gradient that is set before the last backward of a window is silently ignored
 reported: no report known
 affects: >=0.19.8
 fixed: not yet
@@ -15,12 +15,13 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_offload_write_in_window.py
 
-The function writes into a buffer in CPU memory that the last backward of the window fills anew, from the sum that the
-backwards before it left elsewhere. At stage 1 it is right; without offloading stage 2 raises a ValueError.
+safe_set_full_grad writes into a buffer in CPU memory. The last backward of the window fills this buffer again, from the
+sum that the earlier backwards left elsewhere. At stage 1 the write has an effect; without offloading stage 2 raises a
+ValueError.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -37,7 +38,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 import deepspeed
 from deepspeed.utils import safe_set_full_grad
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "the step used the gradient as if it had not been set"
@@ -61,7 +62,7 @@ def main():
     nn.init.zeros_(model.weight)
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
     engine = build(model, zero, gradient_accumulation_steps=2, zero_force_ds_cpu_optimizer=False)
-    engine.backward(engine(torch.ones(1, 2)).sum())  # half of it is the gradient so far, 0.5
+    engine.backward(engine(torch.ones(1, 2)).sum())  # the gradient so far is 0.5: half of the loss's gradient
     safe_set_full_grad(model.weight, torch.full((2, 2), 8.0))
     engine.step()
     engine.backward(engine(torch.ones(1, 2)).sum())

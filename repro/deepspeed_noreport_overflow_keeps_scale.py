@@ -2,7 +2,7 @@
 
 id: overflow-keeps-scale
 engine: deepspeed
-symptom: the loss scale is the same after a step that overflowed, so that the next one overflows as well
+symptom: the loss scale is the same after a step that overflowed, so the next step overflows as well
 reported: no report known
 affects: >=0.19.8
 fixed: not yet
@@ -15,12 +15,12 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_overflow_keeps_scale.py
 
-ZeRO 1 and 2 keep torch's GradScaler. Since 0.19.8 they take a norm that is not finite for an overflow too, and leave
-`step()` before the scaler is updated (`runtime/zero/stage_1_and_2.py`).
+ZeRO 1 and 2 keep torch's GradScaler. Since 0.19.8 they also treat a norm that is not finite as an overflow, and then
+leave `step()` before they update the scaler (`runtime/zero/stage_1_and_2.py`).
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -36,7 +36,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "the loss scale is 65536.0 after an overflow"
@@ -51,7 +51,7 @@ CONFIG = {
 
 
 def wanted_scale(model, inputs):
-    """The scale of torch.amp.GradScaler after one step on infinite gradients."""
+    """Return the scale of torch.amp.GradScaler after one step on infinite gradients."""
     scaler = torch.amp.GradScaler(inputs.device.type)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler.scale(model(inputs).sum() * float("inf")).backward()

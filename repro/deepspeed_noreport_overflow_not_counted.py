@@ -1,4 +1,4 @@
-"""At stage 0, under torch_autocast in fp16, a step that is skipped for an overflow counts as made.
+"""At stage 0 under torch_autocast in fp16, DeepSpeed counts a step as made that its scaler skipped for an overflow.
 
 id: overflow-not-counted
 engine: deepspeed
@@ -15,12 +15,12 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_overflow_not_counted.py
 
-The scaler skips the step, and the engine, which asks its own optimizer for overflows (`_take_model_step` in
-`runtime/engine.py`), does not know: it counts no skipped step, and a learning rate schedule moves on.
+The scaler skips the step. The engine asks only its own optimizer for overflows (`_take_model_step` in
+`runtime/engine.py`) and does not notice. So the engine counts no skipped step, and a learning rate schedule advances.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -36,7 +36,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "skipped_steps is 0 after a skipped step"

@@ -1,4 +1,4 @@
-"""With overlap_comm at stage 1 the backward after a no_sync block raises.
+"""With overlap_comm at stage 1, the backward after a no_sync block raises.
 
 id: overlap-no-sync
 engine: deepspeed
@@ -15,11 +15,12 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_overlap_no_sync.py
 
-With overlap_comm the hooks reduce at once, as at stages 2 and 3, where the docstring of no_sync excludes it.
+With overlap_comm the hooks reduce each gradient at once, as at stages 2 and 3. The docstring of no_sync says that
+no_sync is incompatible with stages 2 and 3.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -35,7 +36,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "the backward after no_sync raises"

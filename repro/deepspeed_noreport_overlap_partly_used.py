@@ -1,8 +1,8 @@
-"""With overlap_comm at stage 1 a weight of one micro-batch of a window is stepped wrongly.
+"""With overlap_comm at stage 1, a step is wrong for a weight that only an earlier micro-batch of the window uses.
 
 id: overlap-partly-used
 engine: deepspeed
-symptom: with overlap_comm a weight that only the first micro-batch of a window uses is stepped wrongly
+symptom: with overlap_comm, a step is wrong for a weight that only the first micro-batch of a window uses
 reported: no report known
 affects: >=0.19.8
 fixed: not yet
@@ -15,11 +15,12 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=2 repro/deepspeed_noreport_overlap_partly_used.py
 
-With overlap_comm the hooks reduce each gradient in the last backward of the window, in which this weight has none.
+With overlap_comm the hooks reduce each gradient in the last backward of the window, and this weight has no gradient
+there.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -35,7 +36,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "a weight of the first micro-batch alone is stepped wrongly"

@@ -1,8 +1,8 @@
-"""zero_grad at ZeRO stage 2 keeps the gradients that wait for the end of a window: they are in the next step.
+"""At ZeRO stage 2, zero_grad keeps gradients that wait for the end of a window, and the next step uses them.
 
 id: partitions-survive-zero-grad
 engine: deepspeed
-symptom: at stage 2 the gradient of a micro-batch that zero_grad forgot is in the next step
+symptom: at stage 2, the next step contains the gradient of a micro-batch that zero_grad discarded
 reported: no report known
 affects: ==0.19.8
 fixed: not yet
@@ -15,14 +15,14 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_partitions_survive_zero_grad.py
 
-What was reduced waits for the end of its window in the optimizer's all_grad_tensors, which neither the engine's
-zero_grad nor the optimizer's clears: they clear the parameters' own gradients. A backward is forgotten before its step,
-so that it does not count; the window that follows has losses with the gradients 2 and 4, whose mean is 3, and the rate
-is 1. With the forgotten 64 it is 35. Stage 1 does not.
+Reduced gradients wait for the end of their window in the optimizer's all_grad_tensors. Neither the engine's zero_grad
+nor the optimizer's clears these: both clear only the parameters' own gradients. The script discards a backward before
+its step, so this backward does not count. The following window has losses with the gradients 2 and 4, whose mean is 3,
+and the learning rate is 1. With the discarded 64 the step is 35. Stage 1 is right.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -38,7 +38,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "the weight moved by 35.0 after 2 of 2 micro-batches"
@@ -50,7 +50,7 @@ CONFIG = {
     "zero_allow_untested_optimizer": True,
     "zero_optimization": {"stage": 2},
 }
-FACTORS = (2.0, 4.0)  # what each loss multiplies the output by
+FACTORS = (2.0, 4.0)  # the factors by which the losses multiply the output
 WANTED = 3.0  # the mean of their gradients
 
 
@@ -58,7 +58,7 @@ def main():
     deepspeed.init_distributed()
     device = deepspeed.accelerator.get_accelerator().current_device_name()
     model, inputs = nn.Linear(1, 1, bias=False).to(device), torch.ones(1, 1).to(device)
-    nn.init.zeros_(model.weight)  # so that every weight that follows is exact
+    nn.init.zeros_(model.weight)  # so that every later weight is exact
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)[0]
 

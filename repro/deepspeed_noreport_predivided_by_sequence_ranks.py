@@ -1,8 +1,8 @@
-"""A gradient_predivide_factor equal to the ranks of data and sequence parallelism leaves gradients too small.
+"""A gradient_predivide_factor equal to the number of data and sequence ranks leaves gradients too small.
 
 id: predivided-by-sequence-ranks
 engine: deepspeed
-symptom: if sequences have 2 of 4 ranks, a gradient_predivide_factor of 4 halves gradients at stages 1 and 2
+symptom: if a sequence has 2 of 4 ranks, a gradient_predivide_factor of 4 halves gradients at stages 1 and 2
 reported: no report known
 affects: >=0.19.8
 fixed: not yet
@@ -15,14 +15,14 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=4 repro/deepspeed_noreport_predivided_by_sequence_ranks.py
 
-Ranks 0 and 1 have the parts of one sequence, ranks 2 and 3 those of another, so that the gradient is the mean of two
+Ranks 0 and 1 have the parts of one sequence, ranks 2 and 3 the parts of another, so the gradient is the mean of two
 sums. gradient_reduction_w_predivide divides by the factor, adds up over all 4 ranks, and multiplies by the factor times
-the parts of a sequence over the ranks. It leaves that out if the factor equals the ranks, as if a sequence had one
-part. Factors of 1 and 2 are right. It needs "reduce_scatter": false.
+the number of parts of a sequence over the number of ranks. It leaves out this multiplication if the factor equals the
+number of ranks, as if a sequence had one part. Factors of 1 and 2 are right. The bug needs "reduce_scatter": false.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -40,7 +40,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 import deepspeed
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 OK = "repro: gradient_predivide_factor leaves the sums over parts of a sequence as they are OK."

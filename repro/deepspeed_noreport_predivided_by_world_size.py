@@ -1,4 +1,4 @@
-"""A gradient_predivide_factor equal to the world size divides gradients twice at stage 3.
+"""At stage 3, a gradient_predivide_factor equal to the world size divides gradients twice.
 
 id: predivided-by-world-size
 engine: deepspeed
@@ -15,12 +15,12 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=2 repro/deepspeed_noreport_predivided_by_world_size.py
 
-__avg_scatter_contiguous_grads divides by the world size and by the factor, and multiplies by the factor unless it
-equals the world size. Factors of 1 and 4 are right on 2 ranks.
+__avg_scatter_contiguous_grads divides by the world size and by the factor, and multiplies by the factor only if the
+factor differs from the world size. Factors of 1 and 4 are right on 2 ranks.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -37,7 +37,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 import deepspeed
 from deepspeed.utils import safe_get_full_grad
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "every gradient is divided by the factor once too often"

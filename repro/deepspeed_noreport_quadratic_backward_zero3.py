@@ -1,8 +1,8 @@
-"""At ZeRO stage 3 the number of Python calls in a backward is quadratic in the number of parameters.
+"""At ZeRO stage 3, the number of Python calls in a backward grows quadratically with the number of parameters.
 
 id: quadratic-backward-zero3
 engine: deepspeed
-symptom: a backward of many small parameters takes long: twice the parameters, three times the calls and more
+symptom: a backward of many small parameters is slow: twice the parameters need three times the calls or more
 reported: no report known
 affects: >=0.16.4,<=0.17.0
 fixed: 0.18.8
@@ -16,11 +16,11 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_quadratic_backward_zero3.py
 
-Each gradient adds up the sizes of all gradients that wait in the bucket (elements_in_ipg_bucket).
+For each gradient, elements_in_ipg_bucket adds up the sizes of all gradients that wait in the bucket.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -36,7 +36,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "calls for twice the parameters"

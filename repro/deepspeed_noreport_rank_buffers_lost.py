@@ -1,8 +1,8 @@
-"""After load_checkpoint every rank has rank 0's buffers.
+"""load_checkpoint gives every rank the buffers of rank 0.
 
 id: rank-buffers-lost
 engine: deepspeed
-symptom: a buffer that each rank writes for itself is rank 0's on all of them after a save and a load
+symptom: after a save and a load, all ranks have rank 0's value of a buffer that each rank had written for itself
 reported: no report known
 affects: >=0.16.4
 fixed: not yet
@@ -15,13 +15,13 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=2 repro/deepspeed_noreport_rank_buffers_lost.py
 
-Below stage 3 the first data-parallel rank saves the module for all, buffers among it (`_save_checkpoint` in
-`runtime/engine.py`). Running statistics, as of batch norm, are such buffers: training that goes on and training that is
-resumed differ on every rank but one.
+Below stage 3 the first data-parallel rank saves the module for all ranks, including its buffers (`_save_checkpoint` in
+`runtime/engine.py`). Running statistics, for example of a batch norm, are such buffers. So resumed training differs
+from uninterrupted training on every rank but one.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -38,7 +38,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "the buffer is 1.0 after load_checkpoint"
@@ -70,7 +70,7 @@ def main():
     rank = torch.distributed.get_rank()
     with tempfile.TemporaryDirectory() as own:
         folder = [own]
-        torch.distributed.broadcast_object_list(folder)  # rank 0's is everyone's
+        torch.distributed.broadcast_object_list(folder)  # all ranks use rank 0's folder
         found = saved_and_loaded(rank + 1.0, folder[0])
         torch.distributed.barrier()  # before rank 0 removes its folder
     told = f"the buffer is {found} after load_checkpoint on rank {rank}; it was {rank + 1.0} when saved"

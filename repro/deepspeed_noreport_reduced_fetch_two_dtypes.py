@@ -1,4 +1,4 @@
-"""With stage3_use_all_reduce_for_fetch_params a module with weights of two dtypes, as of LoRA, cannot be fetched.
+"""With stage3_use_all_reduce_for_fetch_params, DeepSpeed cannot fetch a module with weights of two dtypes (LoRA).
 
 id: reduced-fetch-two-dtypes
 engine: deepspeed
@@ -16,12 +16,13 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=2 repro/deepspeed_noreport_reduced_fetch_two_dtypes.py
 
-_all_gather_coalesced (runtime/zero/partition_parameters.py) sorts weights by dtype if it gathers them, but copies them
-into one buffer if it reduces them, for which get_only_unique_item asks for their only dtype.
+If _all_gather_coalesced (runtime/zero/partition_parameters.py) gathers weights, it sorts them by dtype. If it
+all-reduces them instead, it copies all of them into one buffer, and get_only_unique_item requires that they have one
+dtype.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -37,7 +38,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "expected there to be only one unique element"
@@ -45,7 +46,7 @@ OK = "repro: a frozen bf16 and a trained fp32 weight fetched by all-reduce OK."
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
     "zero_allow_untested_optimizer": True,
-    # Without the threshold a model this small stays whole on every rank.
+    # Without this threshold, every rank keeps all weights of so small a model unsharded.
     "zero_optimization": {
         "stage": 3,
         "stage3_param_persistence_threshold": 0,

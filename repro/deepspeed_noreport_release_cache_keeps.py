@@ -1,4 +1,4 @@
-"""At ZeRO stage 3 an engine that was trained is held for good by a cache on one of its methods.
+"""At ZeRO stage 3, a cache on a method keeps a trained engine and its module alive until the process ends.
 
 id: release-cache-keeps
 engine: deepspeed
@@ -15,14 +15,14 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_release_cache_keeps.py
 
-`PartitionedParameterCoordinator.__params_to_release` is a method under `functools.lru_cache(maxsize=None)`: the cache
-lives as long as the class, and holds the coordinator and every module it was asked about. It is first asked in the
-second step. What #7204 tells of (`FWD_MODULE_STACK`) is cleared here, and an engine that was not trained goes, which
-this script asks for first.
+`PartitionedParameterCoordinator.__params_to_release` is a method under `functools.lru_cache(maxsize=None)`. The cache
+lives as long as the class, and holds the coordinator and every module that the method was called with. DeepSpeed calls
+the method first in the second step. The script clears the list of #7204 (`FWD_MODULE_STACK`). An engine that was not
+trained is deallocated; the script checks this first.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import gc
@@ -40,7 +40,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "the module is alive after training and destroy() at ZeRO stage 3"
@@ -57,7 +57,7 @@ def config(stage):
 
 
 def alive_after_destroy(stage, steps, device):
-    """Whether the module is still referenced after its engine was destroyed and the caller dropped both."""
+    """Return whether the module is still referenced after its engine was destroyed and the caller dropped both."""
     model = nn.Linear(4, 4).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config(stage))[0]

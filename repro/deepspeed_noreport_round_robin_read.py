@@ -1,4 +1,4 @@
-"""With round_robin_gradients DeepSpeed reads another parameter's gradient and weight.
+"""With round_robin_gradients, DeepSpeed returns another parameter's gradient and weight.
 
 id: round-robin-read
 engine: deepspeed
@@ -15,12 +15,12 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=2 repro/deepspeed_noreport_round_robin_read.py
 
-The option reorders the parameters of a group over the ranks; the addresses by which the functions find a parameter's
-elements in the flat partition follow the order before.
+round_robin_gradients reorders the parameters of a group over the ranks. But the addresses by which the functions find a
+parameter's elements in the flat partition follow the order from before.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -37,7 +37,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 import deepspeed
 from deepspeed.utils import safe_get_full_fp32_param
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "another parameter's weight"

@@ -1,4 +1,4 @@
-"""deepspeed.initialize refuses a model with a parameter of no dimensions.
+"""deepspeed.initialize raises for a model with a parameter without dimensions.
 
 id: scalar-as-bytes
 engine: deepspeed
@@ -15,12 +15,12 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_scalar_as_bytes.py
 
-At the start the engine broadcasts every parameter by its bytes, `p.data.view(torch.uint8)` (`_broadcast_model`), which
-a tensor without dimensions does not have. New in 0.19.8. A learnt temperature or scale is such a parameter.
+At the start the engine broadcasts the bytes of every parameter, `p.data.view(torch.uint8)` (`_broadcast_model`). A
+tensor without dimensions has no such view. The bug is new in 0.19.8. A learnt temperature or scale is such a parameter.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -37,7 +37,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 import deepspeed
 from deepspeed.utils import safe_get_full_grad
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "self.dim() cannot be 0 to view Float as Byte"

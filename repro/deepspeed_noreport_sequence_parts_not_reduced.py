@@ -1,4 +1,4 @@
-"""With mesh_param, gradients are not reduced over the parts of a sequence, and ranks train different weights.
+"""With mesh_param, DeepSpeed does not reduce gradients over the parts of a sequence, so ranks' weights diverge.
 
 id: sequence-parts-not-reduced
 engine: deepspeed
@@ -15,16 +15,17 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=2 repro/deepspeed_noreport_sequence_parts_not_reduced.py
 
-deepspeed.initialize takes the sizes of data and sequence parallelism as mesh_param=(1, 2), and so does its JSON, as
-data_parallel_size and sequence_parallel_size. Both ranks have a part of one sequence, so that the gradient is the sum
-of theirs. In deepspeed.utils.groups, _get_sequence_data_parallel_group asks an mpu for the group of data and sequence
-parallelism, and without one returns the group of the data alone, in which each rank is by itself. The size by which
-the gradients are divided is that of this group over the size of sequence parallelism: one half. The script trains the
-same with an mpu, deepspeed.runtime.sequence_parallel.parallel_state_sp, where the gradient is right.
+deepspeed.initialize takes the sizes of data and sequence parallelism as mesh_param=(1, 2); its JSON takes them as
+data_parallel_size and sequence_parallel_size. Both ranks have a part of one sequence, so the gradient is the sum of
+both ranks' gradients. In deepspeed.utils.groups, _get_sequence_data_parallel_group asks an mpu for the group of data
+and sequence parallelism. Without an mpu the function returns the group of the data alone, in which each rank is by
+itself. DeepSpeed divides the gradients by the size of that group over the size of sequence parallelism: one half. The
+script runs the same training with an mpu, deepspeed.runtime.sequence_parallel.parallel_state_sp, where the gradient is
+right.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -42,7 +43,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 import deepspeed
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 OK = "repro: gradients are summed over the parts of a sequence OK."

@@ -1,8 +1,8 @@
-"""After a load safe_get_full_optimizer_state raises for every parameter.
+"""After load_checkpoint, safe_get_full_optimizer_state raises for every parameter.
 
 id: state-after-load
 engine: deepspeed
-symptom: TypeError in safe_get_full_optimizer_state after load_checkpoint into a used engine, stages 1 and 2
+symptom: stages 1 and 2: safe_get_full_optimizer_state raises TypeError after load_checkpoint into a used engine
 reported: no report known
 affects: >=0.19.8
 fixed: not yet
@@ -15,11 +15,11 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_state_after_load.py
 
-The load links every weight anew without its optimizer state, and a flag says that the states are linked.
+The load links every weight again, but without its optimizer state. A flag still says that the states are linked.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -37,7 +37,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 import deepspeed
 from deepspeed.utils import safe_get_full_optimizer_state
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "argument of type 'NoneType' is not iterable"

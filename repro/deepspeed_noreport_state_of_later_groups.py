@@ -1,8 +1,8 @@
-"""After a step safe_get_full_optimizer_state raises for parameters of the second parameter group.
+"""After a step, safe_get_full_optimizer_state raises for parameters of the second parameter group.
 
 id: state-of-later-groups
 engine: deepspeed
-symptom: ValueError: exp_avg not found in optimizer state fragment, with two parameter groups at stages 1 and 2
+symptom: stages 1 and 2, two parameter groups: ValueError: exp_avg not found in optimizer state fragment
 reported: no report known
 affects: >=0.19.8
 fixed: not yet
@@ -15,12 +15,12 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_state_of_later_groups.py
 
-DeepSpeed links optimizer state to parameters once, when the first group has stepped and the others have no state yet.
-Stage 2 does the same.
+DeepSpeed links optimizer state to parameters only once, when the first group has stepped and the other groups have no
+state yet. Stage 2 does the same.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -37,7 +37,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 import deepspeed
 from deepspeed.utils import safe_get_full_optimizer_state
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "exp_avg not found in optimizer state fragment"

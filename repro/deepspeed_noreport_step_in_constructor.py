@@ -1,8 +1,8 @@
-"""bf16 at stage 0: building the engine makes a step of the optimizer.
+"""In bf16 at stage 0, building the engine runs one step of the optimizer.
 
 id: step-in-constructor
 engine: deepspeed
-symptom: weight decay, momentum and Adam's count begin with an extra step at construction, so the first step is wrong
+symptom: building the engine makes an extra step of weight decay, momentum and Adam's count, so the first step is wrong
 reported: no report known
 affects: >=0.17.6
 fixed: not yet
@@ -17,12 +17,12 @@ Run it with nothing but torch and deepspeed installed:
 
 `initialize_optimizer_states` of FP16_UnfusedOptimizer (`runtime/fp16/unfused_optimizer.py`) steps on zero gradients to
 allocate the optimizer's state. The ZeRO optimizers and BF16_Optimizer did the same (#5151) until #5104. Here the input
-is 0 and so is the gradient: weight decay alone moves the weight, from 2 to 2 - 0.25 x 0.5 x 2 = 1.75, and a second
-time to 1.53125.
+and the gradient are 0, so weight decay alone moves the weight, from 2 to 2 - 0.25 x 0.5 x 2 = 1.75, and a second time
+to 1.53125.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -38,7 +38,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "the weight is 1.53125 after one step"
@@ -62,7 +62,7 @@ def linear(device):
 
 
 def wanted_weight(model, inputs):
-    """The weight after one step of the same optimizer in plain PyTorch."""
+    """Return the weight after one step of the same optimizer in plain PyTorch."""
     optimizer = decaying(model)
     model(inputs).sum().backward()
     optimizer.step()

@@ -1,8 +1,8 @@
-"""A backward over weights that a step has changed is computed from a mix of old and new, where PyTorch refuses it.
+"""DeepSpeed runs a backward over weights that a step has changed, and mixes old and new; PyTorch raises instead.
 
 id: step-mixes-gradients
 engine: deepspeed
-symptom: backward(retain_graph=True), step(), backward() gives gradients of no weights that the model ever had
+symptom: backward(retain_graph=True), step(), backward() returns gradients of weights that the model never had
 reported: no report known
 affects: >=0.16.4
 fixed: not yet
@@ -15,13 +15,13 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_step_mixes_gradients.py
 
-The step writes the weights through `.data`, which autograd's version counters do not see. The model is b * (a * x) with
-a = 2, b = 3, x = 1; its gradients are b and a * x: [3, 2]. The step makes a = -1, b = 1, of which they are [1, -1].
+The step writes the weights through `.data`, so autograd's version counters do not change. The model is b * (a * x) with
+a = 2, b = 3, x = 1; its gradients are b and a * x: [3, 2]. The step sets a = -1, b = 1, whose gradients are [1, -1].
 ZeRO 2 does the same.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -38,7 +38,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 import deepspeed
 from deepspeed.utils import safe_get_full_grad
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "the second backward gives [1.0, 2.0]"
@@ -60,7 +60,7 @@ def chain(device):
 
 
 def refuses(loss, backward, step):
-    """Whether the second of two backwards over one graph is refused when a step lies between them."""
+    """Return whether the second of two backwards over one graph raises if a step lies between them."""
     backward(loss, retain_graph=True)
     step()
     try:

@@ -1,8 +1,8 @@
-"""A step without a backward before it raises under ZeRO.
+"""Under ZeRO, engine.step() raises if no backward preceded it.
 
 id: step-without-backward
 engine: deepspeed
-symptom: engine.step() with no backward since the last one is a TypeError about NoneType, where PyTorch moves nothing
+symptom: engine.step() without a backward since the last step raises TypeError about NoneType; PyTorch moves nothing
 reported: no report known
 affects: >=0.16.4
 fixed: not yet
@@ -15,11 +15,12 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_step_without_backward.py
 
-The norm is taken over averaged_gradients, which is None after a step (stage_1_and_2.py, stage3.py). Stages 1 to 3.
+The step computes the norm over averaged_gradients, which is None after a step (stage_1_and_2.py, stage3.py). Stages 1
+to 3 have the bug.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -35,7 +36,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "'NoneType' object is not iterable"

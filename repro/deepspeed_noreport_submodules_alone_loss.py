@@ -1,8 +1,8 @@
-"""A loss over an engine's submodules alone is never reduced, and step() raises KeyError: 0.
+"""DeepSpeed never reduces a loss over an engine's submodules alone, and step() raises KeyError: 0.
 
 id: submodules-alone-loss
 engine: deepspeed
-symptom: KeyError: 0 in the step after engine.module.layer(x).sum().backward()
+symptom: after engine.module.layer(x).sum().backward(), step() raises KeyError: 0
 reported: no report known
 affects: >=0.18.3
 fixed: not yet
@@ -15,12 +15,13 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_submodules_alone_loss.py
 
-Stages 1 to 3. Only an output of the engine begins a backward of the engine. Since #8245 a branch beside such an output
-is found; a whole loss beside it is not. Up to 0.18.2 no loss.backward() was reduced at all (#7665).
+Stages 1 to 3 have the bug. Only an output of the engine begins a backward of the engine. Since #8245 DeepSpeed finds a
+branch of a loss that bypasses such an output, but not a loss that bypasses it as a whole. Releases up to 0.18.2 reduced
+no loss.backward() at all (#7665).
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -36,7 +37,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "KeyError: 0"

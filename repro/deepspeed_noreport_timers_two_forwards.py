@@ -1,8 +1,8 @@
-"""With ``wall_clock_breakdown`` one loss.backward() of two forwards raises, because each forward starts its timer.
+"""With ``wall_clock_breakdown``, one loss.backward() over two forwards raises because each forward starts the timer.
 
 id: timers-two-forwards
 engine: deepspeed
-symptom: AssertionError "timer has already been started" in a backward of two forwards, with wall_clock_breakdown
+symptom: with wall_clock_breakdown, a backward of two forwards raises AssertionError "timer has already been started"
 reported: no report known
 affects: >=0.19.8
 fixed: not yet
@@ -16,12 +16,12 @@ Run it with nothing but torch and deepspeed installed:
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_timers_two_forwards.py
 
 A hook of each forward's output starts the timers of a backward, and the end of the backward stops them. The hooks run
-once for each forward, so one backward of two forwards starts a timer that runs. The timers of a flops profiler and of a
-backward that an exception ended do the same. Without wall_clock_breakdown the backward is right.
+once for each forward, so one backward of two forwards starts a timer that already runs. The timers of a flops profiler,
+and of a backward that an exception ended, fail in the same way. Without wall_clock_breakdown the backward is right.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -37,7 +37,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "timer has already been started"

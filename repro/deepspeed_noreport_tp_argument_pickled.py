@@ -1,8 +1,8 @@
-"""AutoTP pickles the arguments of the first forward, so that a model which takes a function cannot run.
+"""AutoTP pickles the arguments of the first forward, so a model whose forward takes a function cannot run.
 
 id: tp-argument-pickled
 engine: deepspeed
-symptom: with AutoTP, a forward that takes a function raises Can't pickle
+symptom: with AutoTP, a forward that takes a function raises "Can't pickle"
 reported: no report known
 affects: ==0.19.8
 fixed: not yet
@@ -15,12 +15,13 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=2 repro/deepspeed_noreport_tp_argument_pickled.py
 
-The first forward broadcasts its arguments to the ranks of the tensor-parallel group, to compare them with their own
-(check_dataloader_inputs_same_across_ranks in runtime/engine.py). Only the rank that sends raises; the others wait.
+In the first forward, AutoTP broadcasts the arguments to the ranks of the tensor-parallel group, and each rank compares
+them with its own (check_dataloader_inputs_same_across_ranks in runtime/engine.py). Only the rank that sends raises; the
+other ranks wait.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import copy
@@ -37,7 +38,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "Can't pickle"

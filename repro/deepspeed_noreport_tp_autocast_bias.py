@@ -1,4 +1,4 @@
-"""AutoTP's layers with a bias return float32 under torch_autocast, where torch.autocast's dtype is due.
+"""Under torch_autocast, AutoTP's layers with a bias return float32 instead of the dtype of torch.autocast.
 
 id: tp-autocast-bias
 engine: deepspeed
@@ -15,13 +15,14 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=2 repro/deepspeed_noreport_tp_autocast_bias.py
 
-torch.autocast runs nn.Linear in bf16 and returns bf16. AutoTP replaces the layer by torch.matmul, which autocast runs
-in bf16, and ``output + bias`` (add_bias in module_inject/layers.py), which it does not: the bias is float32, and so is
-the sum. All activations behind such a layer take twice the memory, until an operation that autocast runs in bf16.
+torch.autocast runs nn.Linear in bf16 and returns bf16. AutoTP replaces the layer by torch.matmul and ``output + bias``
+(add_bias in module_inject/layers.py). Autocast runs the matmul in bf16, but not the addition: the bias is float32, so
+the sum is float32 too. All activations after such a layer take twice the memory, until an operation that autocast runs
+in bf16.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -37,7 +38,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "the dtype of a split layer's output"
@@ -57,7 +58,7 @@ CONFIG = {
 
 
 class Model(nn.Module):
-    """Two linear layers, of which the first keeps the dtypes of its outputs in ``dtypes``."""
+    """Two linear layers; the first layer keeps the dtypes of its outputs in ``dtypes``."""
 
     def __init__(self):
         super().__init__()

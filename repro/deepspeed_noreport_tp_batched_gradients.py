@@ -1,4 +1,4 @@
-"""autograd.grad with a batch of gradients through a layer that AutoTP splits raises.
+"""autograd.grad with a batch of gradients raises for a layer that AutoTP splits.
 
 id: tp-batched-gradients
 engine: deepspeed
@@ -15,12 +15,12 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=2 repro/deepspeed_noreport_tp_batched_gradients.py
 
-A batch of gradients runs the backward under vmap, and the all-reduce in the backward of a column-wise layer has no rule
-for it.
+A batch of gradients runs the backward under vmap, and the all-reduce in the backward of a column-wise layer has no vmap
+rule.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -36,7 +36,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "Batching rule not implemented for c10d::allreduce_"
@@ -85,7 +85,7 @@ def main():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)[0]
     try:
-        got = jacobian(engine.module, x)  # at stage 0 the engine itself refuses autograd.grad
+        got = jacobian(engine.module, x)  # the engine itself raises in autograd.grad at stage 0
     except RuntimeError as error:
         if SIGNATURE not in str(error):
             raise

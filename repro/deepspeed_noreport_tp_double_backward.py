@@ -2,7 +2,7 @@
 
 id: tp-double-backward
 engine: deepspeed
-symptom: with AutoTP, layers behind a row-wise layer get the gradient penalty of one tensor-parallel rank alone
+symptom: with AutoTP, layers after a row-wise layer get the gradient penalty of one tensor-parallel rank alone
 reported: no report known
 affects: ==0.19.8
 fixed: not yet
@@ -15,13 +15,13 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=2 repro/deepspeed_noreport_tp_double_backward.py
 
-The backward of a row-wise layer's all-reduce is the identity. The backward of that, in a double backward, has to
-all-reduce, because each rank has a part of the layer's weight; it is the identity, too (RowParallel in
-module_inject/layers.py). Nothing is raised.
+The backward of a row-wise layer's all-reduce is the identity. In a double backward, the backward of this identity has
+to all-reduce, because each rank has a part of the layer's weight. But this backward is the identity, too (RowParallel
+in module_inject/layers.py). DeepSpeed raises nothing.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import copy
@@ -38,7 +38,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "the gradient of the penalty"
@@ -87,9 +87,9 @@ def main():
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)[0]
-    # On the module alone: at stage 0 the engine refuses every backward but engine.backward(loss).
+    # Use the module alone: at stage 0 the engine refuses every backward but engine.backward(loss).
     penalty(engine.module, x).backward()
-    for name in ("first", "last"):  # the layers that are not split
+    for name in ("first", "last"):  # the layers that AutoTP does not split
         wanted, got = plain.get_submodule(name).weight.grad, model.get_submodule(name).weight.grad
         if got is None or not torch.equal(wanted, got):
             seen = None if got is None else got.tolist()

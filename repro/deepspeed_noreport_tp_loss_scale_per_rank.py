@@ -1,8 +1,8 @@
-"""With AutoTP and without ZeRO each rank has a loss scale of its own under torch_autocast in fp16.
+"""With AutoTP without ZeRO, each rank has its own loss scale under torch_autocast in fp16.
 
 id: tp-loss-scale-per-rank
 engine: deepspeed
-symptom: silent: with AutoTP at stage 0 an overflow in one rank's part of a weight is skipped by this rank alone
+symptom: silent: with AutoTP at stage 0, only the rank whose part of a weight overflowed skips the step
 reported: no report known
 affects: >=0.18.0
 fixed: not yet
@@ -16,13 +16,14 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=2 repro/deepspeed_noreport_tp_loss_scale_per_rank.py
 
-DeepSpeed makes torch.amp.GradScaler on each rank (`torch_autocast_z0_gradscaler`, `runtime/engine.py`), which looks for
-an overflow in the gradients of its rank. Here the gradient of the second rank's half of a weight overflows. That rank
-skips the step and halves its loss scale, and the first one makes the step: weights are of two steps from then on.
+DeepSpeed makes a torch.amp.GradScaler on each rank (`torch_autocast_z0_gradscaler`, `runtime/engine.py`), which looks
+for an overflow in the gradients of its own rank. Here the gradient of the second rank's half of a weight overflows. The
+second rank skips the step and halves its loss scale, and the first rank makes the step. From then on the parts of the
+weights come from different steps.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -38,7 +39,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "the loss scales of the ranks are"

@@ -1,8 +1,8 @@
-"""With AutoTP Muon orthogonalizes each rank's part of a matrix, and not the matrix.
+"""With AutoTP, Muon orthogonalizes each rank's part of a matrix instead of the whole matrix.
 
 id: tp-muon-parts
 engine: deepspeed
-symptom: silent: with AutoTP, a step of Muon is that of each rank's part of a matrix, not that of the matrix
+symptom: silent: with AutoTP, Muon steps by each rank's part of a matrix, not by the whole matrix
 reported: no report known
 affects: >=0.19.5
 fixed: not yet
@@ -16,13 +16,13 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=2 repro/deepspeed_noreport_tp_muon_parts.py
 
-Newton-Schulz divides a matrix by its norm, so that small vectors grow little beside large ones. Here the second half of
-the rows is 2048 times smaller than the first. A rank that has it alone divides it by its own norm, and moves it by
-about 1, where torch.optim.Muon moves it by a sixth of that. Nothing is raised.
+Newton-Schulz divides a matrix by its norm, so small vectors grow little beside large ones. Here the second half of the
+rows is 2048 times smaller than the first half. A rank that has only the second half divides it by that half's own norm,
+and moves it by about 1. torch.optim.Muon moves it by a sixth of that. DeepSpeed raises nothing.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -38,9 +38,9 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
-torch.compiler.set_stance("force_eager")  # compiling Muon takes a minute
+torch.compiler.set_stance("force_eager")  # to compile Muon would take a minute
 
 SIGNATURE = "the step of a split matrix"
 OK = "repro: the step of a split matrix OK."

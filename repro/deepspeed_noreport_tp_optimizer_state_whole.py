@@ -2,7 +2,7 @@
 
 id: tp-optimizer-state-whole
 engine: deepspeed
-symptom: with AutoTP, the step of Adagrad raises The size of tensor a must match the size of tensor b
+symptom: with AutoTP, the step of Adagrad raises "The size of tensor a must match the size of tensor b"
 reported: no report known
 affects: ==0.19.8
 fixed: not yet
@@ -15,12 +15,12 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=2 repro/deepspeed_noreport_tp_optimizer_state_whole.py
 
-Adagrad makes its sums when it is built, as large as the parameters are then. deepspeed.initialize splits the parameters
-afterwards, in place, and leaves the optimizer's state as it was.
+Adagrad allocates its sums when it is built, with the sizes that the parameters have at that time. deepspeed.initialize
+splits the parameters afterwards, in place, and leaves the optimizer's state unchanged.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import copy
@@ -37,7 +37,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "must match the size of tensor b"

@@ -1,8 +1,8 @@
-"""AutoTP replaces a subclass of Linear by its own layer, so that the subclass's forward is lost without a word.
+"""AutoTP silently replaces a subclass of Linear by its own layer, so the subclass's forward never runs.
 
 id: tp-subclass-forward
 engine: deepspeed
-symptom: with AutoTP, outputs and gradients are those of nn.Linear, not of the model's subclass of it
+symptom: with AutoTP, outputs and gradients are those of nn.Linear, not those of the model's subclass
 reported: no report known
 affects: ==0.19.8
 fixed: not yet
@@ -16,12 +16,12 @@ Run it with nothing but torch and deepspeed installed:
     torchrun --standalone --nproc_per_node=2 repro/deepspeed_noreport_tp_subclass_forward.py
 
 The layer "up" scales its input. AutoTP makes its own layer from the weight and the bias of each module that a layer
-spec names, and does not look at its class (_replace_with_config in module_inject/auto_tp.py). In the law, whose
-subclass casts its input, the forward ends with an error of dtypes.
+spec names, and ignores the module's class (_replace_with_config in module_inject/auto_tp.py). In the law, the subclass
+casts its input, and the forward fails with an error about dtypes.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import copy
@@ -38,7 +38,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "the forward of nn.Linear"

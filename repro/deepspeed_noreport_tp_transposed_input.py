@@ -17,11 +17,11 @@ Run it with nothing but torch and deepspeed installed:
 
 A token-mixing layer transposes its input. At a micro-batch size of 1 the gradient of that input is transposed as well,
 and not contiguous. ColumnParallel.backward (module_inject/layers.py) all-reduces ``grad_output.contiguous()``, which is
-then a copy, and returns the gradient that was not reduced. Nothing is raised.
+then a copy, and returns the original, unreduced gradient. DeepSpeed raises nothing.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import copy
@@ -38,7 +38,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "the gradient before a transposed input"
@@ -57,7 +57,7 @@ CONFIG = {
 
 
 class Mixer(nn.Module):
-    """Maps (1, tokens, channels) to itself, as an MLP-Mixer: a layer over channels, and a pair over tokens."""
+    """Map (1, tokens, channels) to itself, as in an MLP-Mixer: a layer over channels, and a pair over tokens."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""ZeRO-1 and ZeRO-2 give all parameters of an optimizer group the widest of their dtypes.
+"""ZeRO-1 and ZeRO-2 convert all parameters of an optimizer group to the widest of their dtypes.
 
 id: two-dtypes-zero2
 engine: deepspeed
@@ -15,13 +15,13 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_two_dtypes_zero2.py
 
-The trained parameters of a group are concatenated to one flat tensor, which promotes them, and become views of it
-(`flatten_dense_tensors_aligned`, `runtime/zero/stage_1_and_2.py`). A bf16 layer beside float32 ones becomes float32.
-An optimizer group of its own for the layer of the other dtype avoids it.
+DeepSpeed concatenates the trained parameters of a group to one flat tensor, which promotes their dtypes, and turns the
+parameters into views of this tensor (`flatten_dense_tensors_aligned`, `runtime/zero/stage_1_and_2.py`). A bf16 layer
+beside float32 ones becomes float32. A separate optimizer group for the layer of the other dtype avoids the bug.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -37,7 +37,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 OK = "repro: a model with parameters of two dtypes keeps them at ZeRO stage 2 OK."

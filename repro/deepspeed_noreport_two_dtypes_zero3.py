@@ -1,8 +1,8 @@
-"""Under ZeRO-3 deepspeed.initialize refuses a model with parameters of two dtypes.
+"""Under ZeRO-3, deepspeed.initialize raises for a model with parameters of two dtypes.
 
 id: two-dtypes-zero3
 engine: deepspeed
-symptom: an AssertionError without a message from deepspeed.initialize for a model that PyTorch trains
+symptom: deepspeed.initialize raises an AssertionError without a message for a model that PyTorch trains
 reported: no report known
 affects: >=0.16.4
 fixed: not yet
@@ -15,12 +15,12 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_two_dtypes_zero3.py
 
-All trained parameters go into one buffer (`defragment`, `runtime/zero/utils.py`). Stages 1 and 2
-train it, but give all parameters the widest of their dtypes.
+DeepSpeed puts all trained parameters into one buffer (`defragment`, `runtime/zero/utils.py`). Stages 1 and 2 train the
+model, but convert all parameters to the widest of their dtypes.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -38,7 +38,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 import deepspeed
 from deepspeed.utils import safe_get_full_grad
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "AssertionError in defragment"
@@ -47,7 +47,7 @@ CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
     "gradient_clipping": 0.0,
     "zero_allow_untested_optimizer": True,
-    # Without the threshold a model this small stays whole on every rank.
+    # Without this threshold, every rank keeps all weights of so small a model unsharded.
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
 }
 

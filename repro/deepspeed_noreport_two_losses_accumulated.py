@@ -1,4 +1,4 @@
-"""Two losses in each of two accumulated micro-batches: of four backwards the last one is left.
+"""With two losses in each of two accumulated micro-batches, the step uses the last of the four backwards alone.
 
 id: two-losses-accumulated
 engine: deepspeed
@@ -15,15 +15,15 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_two_losses_accumulated.py
 
-The engine counts the micro-batches. In the last one each backward is at the boundary: it reduces, and its result takes
-the place of what was there. Stage 2 does the same; bf16 does not help. coalesce_grad_reduction() is documented not to
-be for this: 'Do not span multiple gradient_accumulation_steps with multiple with-blocks'. The losses have the gradients
-1, 2, 4 and 8; the mean over two micro-batches of their sum is 7.5, and half of the last one 4. 0.16.4 adds them up;
-0.17.6 and 0.18.2 raise TypeError in the last backward.
+The engine counts the micro-batches. In the last micro-batch each backward is at the boundary: it reduces, and its
+result replaces the earlier result. Stage 2 does the same; bf16 does not help. The documentation of
+coalesce_grad_reduction() excludes this use: 'Do not span multiple gradient_accumulation_steps with multiple
+with-blocks'. The losses have the gradients 1, 2, 4 and 8. The mean over two micro-batches of their sum is 7.5, and half
+of the last gradient is 4. 0.16.4 adds them up; 0.17.6 and 0.18.2 raise TypeError in the last backward.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -40,7 +40,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 import deepspeed
 from deepspeed.utils import safe_get_full_grad
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "the gradient is 4.0"
@@ -52,7 +52,7 @@ CONFIG = {
     "zero_allow_untested_optimizer": True,
     "zero_optimization": {"stage": 1},
 }
-MICRO_BATCHES = ((1.0, 2.0), (4.0, 8.0))  # what each loss multiplies the output by
+MICRO_BATCHES = ((1.0, 2.0), (4.0, 8.0))  # the factors by which the losses multiply the output
 
 
 def wanted_gradient(model, inputs):
@@ -74,7 +74,7 @@ def main():
         engine.backward(first * output.sum(), retain_graph=True)
         engine.backward(second * output.sum())
         if micro_batch == 0:
-            engine.step()  # within the accumulation, so it moves nothing
+            engine.step()  # inside the window, so this step moves nothing
     told = f"the gradient is {safe_get_full_grad(model.weight).item()}; plain PyTorch's is {wanted}"
     if SIGNATURE in told:
         print(f"repro: REPRODUCED: {told}\n", end="", flush=True)

@@ -1,8 +1,8 @@
-"""Under ZeRO-3 safe_set_full_fp32_param raises for a parameter that the ranks do not share evenly.
+"""Under ZeRO-3, safe_set_full_fp32_param raises for a parameter whose elements the ranks cannot share evenly.
 
 id: uneven-weight-edited
 engine: deepspeed
-symptom: RuntimeError on the last rank when a weight of 5 elements is set on 2 ranks
+symptom: setting a weight of 5 elements on 2 ranks raises RuntimeError on the last rank
 reported: no report known
 affects: >=0.16.4
 fixed: not yet
@@ -15,12 +15,13 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=2 repro/deepspeed_noreport_uneven_weight_edited.py
 
-Every rank's partition has 3 elements, the last one with one of padding. The whole value is cut at partition size x rank
-(`set_full_hp_param`, `runtime/zero/stage3.py`) and is not padded. 80 elements over 2 ranks are right.
+Every rank's partition has 3 elements, and the last partition ends with one element of padding. `set_full_hp_param`
+(`runtime/zero/stage3.py`) cuts the whole value at partition size x rank and does not pad it. 80 elements over 2 ranks
+are right.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -37,7 +38,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 import deepspeed
 from deepspeed.utils import safe_get_local_fp32_param, safe_set_full_fp32_param
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "start (3) + length (3) exceeds dimension size (5)"
@@ -46,7 +47,7 @@ CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
     "gradient_clipping": 0.0,
     "zero_allow_untested_optimizer": True,
-    # Without the threshold a model this small stays whole on every rank.
+    # Without this threshold, every rank keeps all weights of so small a model unsharded.
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
 }
 
@@ -66,7 +67,7 @@ def main():
             raise
         print(f"repro: REPRODUCED: {error}\n", end="", flush=True)
         return 1
-    # This rank's own part, which asks for no collective: the other rank may have ended.
+    # Read this rank's own part, which needs no collective: the other rank may have ended.
     wanted = value.flatten()[3 * rank : 3 * rank + 3]
     found = safe_get_local_fp32_param(engine.module.weight).flatten()[: len(wanted)]
     assert torch.equal(found, wanted), f"rank {rank} has {found.tolist()}; expected {wanted.tolist()}"

@@ -1,8 +1,8 @@
-"""A weight that was frozen in initialize and unfrozen later is in no checkpoint of stage 3.
+"""No checkpoint of stage 3 contains a weight that was frozen in initialize and unfrozen later.
 
 id: unfrozen-not-saved
 engine: deepspeed
-symptom: stage 3: load_checkpoint leaves a weight as it is that was unfrozen after initialize, silently
+symptom: stage 3: load_checkpoint silently leaves a weight unchanged that was unfrozen after initialize
 reported: no report known
 affects: >=0.19.8
 fixed: not yet
@@ -15,12 +15,13 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_unfrozen_not_saved.py
 
-save_checkpoint writes the weights that the optimizer has, and those that do not require a gradient now. A weight that
-was frozen when the engine was built is not among the first, and after it is unfrozen not among the second.
+save_checkpoint writes the weights that the optimizer has, and the weights that do not require a gradient at the time. A
+weight that was frozen when the engine was built is not among the optimizer's weights. After the caller unfreezes it, it
+is not among the frozen weights either.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -37,7 +38,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 OK = "repro: the loaded weight is that of the checkpoint OK."
@@ -50,7 +51,7 @@ CONFIG = {
 
 
 def build(value):
-    """Return an engine around two layers, the second of which is frozen until the engine is built."""
+    """Return an engine with two layers; the second layer is frozen until the engine is built."""
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, bias=False))
     nn.init.constant_(model[1].weight, value)
     model[1].requires_grad_(False)

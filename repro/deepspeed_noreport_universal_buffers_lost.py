@@ -1,4 +1,4 @@
-"""load_checkpoint of a universal checkpoint leaves the buffers of the module as they are.
+"""load_checkpoint of a universal checkpoint does not restore the buffers of the module.
 
 id: universal-buffers-lost
 engine: deepspeed
@@ -15,12 +15,12 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_universal_buffers_lost.py
 
-With load_universal the state of the module is not loaded; parameters come from the optimizer part, and buffers
-from nowhere.
+With load_universal DeepSpeed does not load the state of the module. Parameters come from the optimizer part, and
+buffers from nowhere.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -39,7 +39,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "a buffer keeps its value from before the load"

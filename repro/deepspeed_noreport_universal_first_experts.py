@@ -1,4 +1,4 @@
-"""Each rank of experts loads the first experts of a universal checkpoint, whichever it has.
+"""With ep_size 2, every rank loads the first experts of a universal checkpoint instead of its own experts.
 
 id: universal-first-experts
 engine: deepspeed
@@ -15,14 +15,14 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=2 repro/deepspeed_noreport_universal_first_experts.py
 
-deepspeed.moe.layer.MoE names the experts of a rank from 0, so that the second expert of two is deepspeed_experts.0 of
-the second rank. A load with another ep_size looks up these names in the checkpoint, and finds another expert.
-save_checkpoint writes the weights of experts by their number in the model, but ds_to_universal takes the names that
-each rank's optimizer has.
+deepspeed.moe.layer.MoE names the experts of a rank from 0, so the second expert of two is deepspeed_experts.0 of the
+second rank. A load with another ep_size looks up these names in the checkpoint and finds another expert.
+save_checkpoint writes the weights of experts by their number in the model, but ds_to_universal takes the names from
+each rank's optimizer.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ import deepspeed
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "is the first expert of the checkpoint"
@@ -63,7 +63,7 @@ def convert(source):
 
 @contextlib.contextmanager
 def save_and_convert(engine):
-    """Save and convert a checkpoint, and yield its folder, which each rank removes, as an error on one stops others."""
+    """Yield the folder of a converted checkpoint; each rank removes it, as an error on one rank stops the others."""
     folders = [tempfile.mkdtemp() if torch.distributed.get_rank() == 0 else None]
     torch.distributed.broadcast_object_list(folders, src=0)
     try:
@@ -100,7 +100,7 @@ def main():
         print(f"repro: REPRODUCED: after the load the second expert {SIGNATURE}\n", end="", flush=True)
         return 1
     assert value == rank + 1, value
-    torch.distributed.barrier()  # a rank with wrong experts does not come
+    torch.distributed.barrier()  # a rank with wrong experts leaves before this call
     print(OK, flush=True)
     return 0
 

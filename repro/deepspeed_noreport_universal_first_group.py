@@ -1,8 +1,8 @@
-"""A load of a universal checkpoint at stage 3 gives every parameter group the options of the first one.
+"""At stage 3, a load of a universal checkpoint gives every parameter group the options of the first group.
 
 id: universal-first-group
 engine: deepspeed
-symptom: after a universal checkpoint is loaded at stage 3, biases decay, as the first parameter group does
+symptom: after a universal checkpoint is loaded at stage 3, biases decay like the weights of the first parameter group
 reported: no report known
 affects: >=0.19.8
 fixed: not yet
@@ -16,13 +16,13 @@ Run it with nothing but torch and deepspeed installed:
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_universal_first_group.py
 
 load_hp_checkpoint_state_from_checkpoint_dir_stage3 copies the entries of the checkpoint's first parameter group into
-every group: "Generally, the hyperparameters of each parameter should be the same, we can obtain from any parameter".
-The second group has no weight decay and a learning rate of its own in the checkpoint; after the load it has those of
-the first. Stages 1 and 2 load each group's own.
+every group: "Generally, the hyperparameters of each parameter should be the same, we can obtain from any parameter". In
+the checkpoint the second group has no weight decay and its own learning rate; after the load it has the weight decay
+and the learning rate of the first group. Stages 1 and 2 load each group's own options.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -41,7 +41,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "the options of the first group"

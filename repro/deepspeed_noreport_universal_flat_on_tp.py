@@ -1,4 +1,4 @@
-"""At stage 3 an engine with AutoTP cannot load a universal checkpoint of an engine without it.
+"""At stage 3, an engine with AutoTP cannot load a universal checkpoint of an engine without AutoTP.
 
 id: universal-flat-on-tp
 engine: deepspeed
@@ -15,13 +15,14 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=2 repro/deepspeed_noreport_universal_flat_on_tp.py
 
-ds_to_universal writes the tensors of a stage-3 checkpoint flat, without a dictionary, if no ranks split weights. In a
-load DeepSpeedZeroOptimizer_Stage3.load_hp_checkpoint_state takes this rank's part of tensor parallelism only out of a
-dictionary, so that each rank copies its partition of the whole weight into a buffer for one of its part.
+If no ranks split weights, ds_to_universal writes the tensors of a stage-3 checkpoint flat, without a dictionary.
+DeepSpeedZeroOptimizer_Stage3.load_hp_checkpoint_state takes this rank's tensor-parallel part only from a dictionary.
+Without one, each rank copies its partition of the whole weight into a buffer that has room for a partition of its own
+part.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import contextlib
@@ -42,7 +43,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "exceeds dimension size ("
@@ -66,7 +67,7 @@ def convert(source):
 
 @contextlib.contextmanager
 def save_and_convert(engine):
-    """Save and convert a checkpoint, and yield its folder, which each rank removes, as an error on one stops others."""
+    """Yield the folder of a converted checkpoint; each rank removes it, as an error on one rank stops the others."""
     folders = [tempfile.mkdtemp() if torch.distributed.get_rank() == 0 else None]
     torch.distributed.broadcast_object_list(folders, src=0)
     try:

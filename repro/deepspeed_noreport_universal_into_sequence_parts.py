@@ -1,4 +1,4 @@
-"""Ulysses cannot load a universal checkpoint: its mpu has no size of tensor parallelism.
+"""Ulysses cannot load a universal checkpoint, because its mpu reports no tensor-parallel world size.
 
 id: universal-into-sequence-parts
 engine: deepspeed
@@ -16,13 +16,13 @@ Run it with nothing but torch and deepspeed installed:
     torchrun --standalone --nproc_per_node=2 repro/deepspeed_noreport_universal_into_sequence_parts.py
 
 At stages 1 and 2 load_hp_checkpoint_state_from_checkpoint_dir (runtime/base_optimizer.py) calls
-mpu.get_tensor_model_parallel_world_size(), which DeepSpeed's own mpu of sequence parallelism does not have. It asks for
-the rank by bwc_tensor_model_parallel_rank, which falls back to get_model_parallel_rank. The function with this fallback
-for the number of ranks, bwc_tensor_model_parallel_world_size (utils/bwc.py), is not called there.
+mpu.get_tensor_model_parallel_world_size(), which DeepSpeed's own mpu of sequence parallelism does not have. It gets the
+rank by bwc_tensor_model_parallel_rank, which falls back to get_model_parallel_rank. It does not call
+bwc_tensor_model_parallel_world_size (utils/bwc.py), which has the same fallback for the number of ranks.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 import deepspeed
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "has no attribute 'get_tensor_model_parallel_world_size'"
@@ -66,7 +66,7 @@ def convert(source):
 
 @contextlib.contextmanager
 def save_and_convert(engine):
-    """Save and convert a checkpoint, and yield its folder, which each rank removes, as an error on one stops others."""
+    """Yield the folder of a converted checkpoint; each rank removes it, as an error on one rank stops the others."""
     folders = [tempfile.mkdtemp() if torch.distributed.get_rank() == 0 else None]
     torch.distributed.broadcast_object_list(folders, src=0)
     try:

@@ -1,8 +1,8 @@
-"""A load of a universal checkpoint at stage 3 that raises has changed weights and state of the optimizer.
+"""At stage 3, a load of a universal checkpoint changes weights and optimizer state before it raises.
 
 id: universal-load-changes-state
 engine: deepspeed
-symptom: load_checkpoint of an incomplete universal checkpoint raises, and has replaced part of the optimizer's state
+symptom: load_checkpoint of an incomplete universal checkpoint replaces part of the optimizer's state, then raises
 reported: no report known
 affects: >=0.16.4
 fixed: not yet
@@ -15,13 +15,14 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_universal_load_changes_state.py
 
-load_hp_checkpoint_state_from_checkpoint_dir_stage3 reads one file after the other into the master weights and the state
-of the optimizer. If a file of a second weight's momentum is missing, the master weights and the step count are those
-of the checkpoint by then, while momenta and the weights of the model are those from before the load.
+load_hp_checkpoint_state_from_checkpoint_dir_stage3 reads one file after the other into the master weights and the
+optimizer state. If the file of a second weight's momentum is missing, the master weights and the step count already
+come from the checkpoint when the load raises. The momenta and the weights of the model are still those from before the
+load.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -40,7 +41,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "the load that raised has changed"
@@ -67,7 +68,7 @@ def take_step(engine):
 
 
 def read_state(engine):
-    """Return copies of the master weights and of the state of the optimizer."""
+    """Return copies of the master weights and of the optimizer state."""
     (masters,) = engine.optimizer.fp32_partitioned_groups_flat
     return {"masters": masters.clone(), **{k: v.clone() for k, v in engine.optimizer.optimizer.state[masters].items()}}
 
@@ -86,7 +87,7 @@ def main():
         Path(folder, "universal", "zero", "1.weight", "exp_avg.pt").unlink()
         try:
             engine.load_checkpoint(folder)
-        except Exception as error:  # noqa: BLE001 - as a training does that goes on without the checkpoint
+        except Exception as error:  # noqa: BLE001 - a training that continues without the checkpoint does the same
             print(f"the load raised {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         else:
             raise AssertionError("the load of a checkpoint without one of its files raised nothing")

@@ -2,7 +2,7 @@
 
 id: universal-of-experts
 engine: deepspeed
-symptom: RuntimeError: shape '[2, 2]' is invalid for input of size 8
+symptom: ds_to_universal raises RuntimeError: shape '[2, 2]' is invalid for input of size 8
 reported: no report known
 affects: >=0.19.8
 fixed: not yet
@@ -15,13 +15,13 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=2 repro/deepspeed_noreport_universal_of_experts.py
 
-Each rank has an expert named deepspeed_experts.0, and its partition of it. ds_to_universal takes the partitions of all
-ranks for those of one weight, because they have one name. It prints "assuming native DeepSpeed MoE and skipping AutoEP
-consolidation" for such a checkpoint, so it knows of them.
+Each rank has an expert named deepspeed_experts.0, and its own partition of this expert. Because the partitions of all
+ranks have one name, ds_to_universal treats them as partitions of one weight. For such a checkpoint ds_to_universal
+prints "assuming native DeepSpeed MoE and skipping AutoEP consolidation", so it recognizes the experts.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -42,7 +42,7 @@ import deepspeed
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "is invalid for input of size"

@@ -1,4 +1,4 @@
-"""ds_to_universal refuses a checkpoint of Ulysses, whose sequence ranks it takes for tensor-parallel ones.
+"""ds_to_universal refuses a checkpoint of Ulysses because it treats sequence ranks as tensor-parallel ranks.
 
 id: universal-of-sequence-parts
 engine: deepspeed
@@ -15,13 +15,13 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=2 repro/deepspeed_noreport_universal_of_sequence_parts.py
 
-DeepSpeed's mpu of sequence parallelism (runtime/sequence_parallel/parallel_state_sp.py) says that its ranks are those
-of model parallelism: "we can just alias MP with SP". So a checkpoint at stages 1 and 2 records a tp_degree of 2,
-although every rank has all weights, and one file of them is saved.
+DeepSpeed's mpu of sequence parallelism (runtime/sequence_parallel/parallel_state_sp.py) reports its ranks as those of
+model parallelism: "we can just alias MP with SP". So a checkpoint at stages 1 and 2 records a tp_degree of 2, although
+every rank has all weights, and DeepSpeed saves one file of them.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -41,7 +41,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 import deepspeed
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "does not match pp_degree=1 * tp_degree=2"

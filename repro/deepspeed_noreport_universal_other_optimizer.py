@@ -1,4 +1,4 @@
-"""ds_to_universal converts checkpoints of Adam alone.
+"""ds_to_universal raises for a checkpoint of any optimizer but Adam.
 
 id: universal-other-optimizer
 engine: deepspeed
@@ -15,11 +15,11 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_universal_other_optimizer.py
 
-The converter reads Adam's two moments of every parameter by their names.
+ds_to_universal reads Adam's two moments of every parameter by their names.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -38,7 +38,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "ds_to_universal raises KeyError: 'exp_avg'"

@@ -1,4 +1,4 @@
-"""After a load of a universal checkpoint at stage 3, the sub-groups share one step count, which each step counts up.
+"""After a load of a universal checkpoint at stage 3, all sub-groups share one step count, and each one increments it.
 
 id: universal-shared-step
 engine: deepspeed
@@ -15,13 +15,13 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_universal_shared_step.py
 
-load_hp_checkpoint_state_from_checkpoint_dir_stage3 gives the state of every sub-group the same tensor "step", to which
-torch.optim.Adam adds 1 in place, once for each sub-group. A small sub_group_size stands for a model of more than 10**9
-weights.
+load_hp_checkpoint_state_from_checkpoint_dir_stage3 gives the state of every sub-group the same tensor "step".
+torch.optim.Adam adds 1 to this tensor in place, once for each sub-group. The small sub_group_size here stands for a
+model of more than 10**9 weights.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -40,7 +40,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "the sub-groups counted different steps"

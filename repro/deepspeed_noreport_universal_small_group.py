@@ -1,4 +1,4 @@
-"""A rank without a weight of a parameter group cannot load a universal checkpoint at stages 1 and 2.
+"""At stages 1 and 2, a rank without a weight of a parameter group cannot load a universal checkpoint.
 
 id: universal-small-group
 engine: deepspeed
@@ -16,12 +16,12 @@ Run it with nothing but torch and deepspeed installed:
     torchrun --standalone --nproc_per_node=2 repro/deepspeed_noreport_universal_small_group.py
 
 load_hp_checkpoint_state_from_checkpoint_dir (runtime/base_optimizer.py) collects the step counts of the weights of
-which this rank has a part, and reads steps[0] without asking whether there are any. A group of one bias of one element
+which this rank has a part, and reads steps[0] without a check that there are any. A group of one bias with one element
 is on one rank alone.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "list index out of range"
@@ -66,7 +66,7 @@ def convert(source):
 
 @contextlib.contextmanager
 def save_and_convert(engine):
-    """Save and convert a checkpoint, and yield its folder, which each rank removes, as an error on one stops others."""
+    """Yield the folder of a converted checkpoint; each rank removes it, as an error on one rank stops the others."""
     folders = [tempfile.mkdtemp() if torch.distributed.get_rank() == 0 else None]
     torch.distributed.broadcast_object_list(folders, src=0)
     try:
@@ -80,7 +80,7 @@ def save_and_convert(engine):
 
 
 def build(weight):
-    """Build an engine around a model all of whose weights are ``weight``."""
+    """Build an engine with a model whose weights are all ``weight``."""
     model = nn.Linear(2, 1)
     for param in model.parameters():
         nn.init.constant_(param, weight)

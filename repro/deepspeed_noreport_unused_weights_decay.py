@@ -1,8 +1,8 @@
-"""A weight that no loss uses is moved by the optimizer: its gradient is zero instead of None, so AdamW decays it.
+"""AdamW decays a weight that no loss uses, because DeepSpeed gives the weight a gradient of zeros instead of None.
 
 id: unused-weights-decay
 engine: deepspeed
-symptom: an unused layer's weight shrinks with weight decay
+symptom: weight decay shrinks the weight of a layer that no loss uses
 reported: no report known
 affects: >=0.16.4
 fixed: not yet
@@ -15,12 +15,13 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_unused_weights_decay.py
 
-Silent, at stages 0 to 3. A missing gradient is filled with zeros for the flat buffer, and the optimizer cannot tell the
-two apart. PyTorch's own optimizers leave a parameter without a gradient where it is. Also: parameters.branch.
+The failure is silent, at stages 0 to 3. DeepSpeed fills a missing gradient with zeros for the flat buffer, and the
+optimizer cannot distinguish a missing gradient from zeros. PyTorch's own optimizers leave a parameter without a
+gradient unchanged. The law parameters.branch shows the bug too.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -36,7 +37,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 OK = "repro: an unused weight under AdamW at ZeRO stage 1 OK."
@@ -61,7 +62,7 @@ class Model(nn.Module):
 
 
 def adamw(model):
-    """An optimizer that halves a weight in each step in which its gradient is zeros."""
+    """Return an optimizer that halves a weight in each step in which the weight's gradient is zeros."""
     return torch.optim.AdamW(model.parameters(), lr=1.0, weight_decay=0.5)
 
 

@@ -1,4 +1,4 @@
-"""Stage 3 divides gradients by the ranks of a sequence as well, which stages 0 to 2 do not.
+"""Stage 3 divides gradients by the number of ranks of a sequence as well; stages 0 to 2 do not.
 
 id: zero3-divides-by-sequence-parts
 engine: deepspeed
@@ -15,15 +15,15 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=2 repro/deepspeed_noreport_zero3_divides_by_sequence_parts.py
 
-Both ranks have a part of one sequence, so that the gradient is the sum of theirs. With an mpu of sequence parallelism
-stages 0 to 2 sum over data and sequence, and divide by the size of the data. Stage 3 does so only with
-"reduce_scatter": false. By default its __avg_scatter_grads calls reduce_scatter_coalesced
-(deepspeed.runtime.comm.coalesced_collectives), which divides by all ranks, and does not multiply by their number on a
-sequence afterwards.
+Both ranks have a part of one sequence, so the gradient is the sum of both ranks' gradients. With an mpu of sequence
+parallelism, stages 0 to 2 sum over data and sequence ranks, and divide by the number of data ranks. Stage 3 does so
+only with "reduce_scatter": false. By default its __avg_scatter_grads calls reduce_scatter_coalesced
+(deepspeed.runtime.comm.coalesced_collectives), which divides by the number of all ranks. Stage 3 does not multiply by
+the number of ranks of a sequence afterwards.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -41,7 +41,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 import deepspeed
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 OK = "repro: every stage sums gradients over the parts of a sequence OK."

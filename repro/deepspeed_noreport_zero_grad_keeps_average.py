@@ -1,4 +1,4 @@
-"""At ZeRO stages 1 and 2 zero_grad keeps what has been reduced: it is in the next step.
+"""At ZeRO stages 1 and 2, zero_grad keeps the reduced gradients, and the next step uses them.
 
 id: zero-grad-keeps-average
 engine: deepspeed
@@ -16,13 +16,14 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_zero_grad_keeps_average.py
 
-The end of a backward adds the averaged gradients to those that are there (`averaged_gradients`,
-`runtime/zero/stage_1_and_2.py`). Neither the engine's zero_grad nor the optimizer's clears them: only a step does. In
-0.17.6 to 0.18.2 the next backward raises instead: it adds to `all_grad_tensors`, which the first one has cleared.
+The end of a backward adds the averaged gradients to the existing ones (`averaged_gradients`,
+`runtime/zero/stage_1_and_2.py`). Neither the engine's zero_grad nor the optimizer's clears these gradients: only a step
+does. In 0.17.6 to 0.18.2 the next backward raises instead: it adds to `all_grad_tensors`, which the first backward has
+cleared.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -38,7 +39,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "zero_grad has not discarded the first backward"

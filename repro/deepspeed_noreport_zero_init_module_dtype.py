@@ -2,7 +2,7 @@
 
 id: zero-init-module-dtype
 engine: deepspeed
-symptom: zero.Init(module=model) leaves fp32 weights under bf16, so that the forward refuses bf16 inputs
+symptom: zero.Init(module=model) leaves fp32 weights under bf16, so the forward refuses bf16 inputs
 reported: no report known
 affects: >=0.19.8
 fixed: not yet
@@ -15,13 +15,13 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_zero_init_module_dtype.py
 
-The docstring of zero.Init says of "module": "partition the model as if it was constructed in the context". There,
-weights get the dtype of the configuration; those of a module that exists are not cast, and deepspeed.initialize casts
-no weight that is partitioned already.
+The docstring of zero.Init says of "module": "partition the model as if it was constructed in the context". In the
+context, weights get the dtype of the configuration. zero.Init does not cast the weights of an existing module, and
+deepspeed.initialize does not cast weights that are already partitioned.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -37,7 +37,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 
 import deepspeed
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "zero.Init(module=model) left the weights in another dtype"

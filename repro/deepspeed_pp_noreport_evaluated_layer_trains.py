@@ -2,7 +2,7 @@
 
 id: evaluated-layer-trains
 engine: deepspeed_pp
-symptom: train_batch puts a layer of a PipelineModule that the caller froze by eval() into training mode, silently
+symptom: train_batch silently puts a PipelineModule's layer into training mode although the caller called eval() on it
 reported: no report known
 affects: >=0.19.8
 fixed: not yet
@@ -15,13 +15,13 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=2 repro/deepspeed_pp_noreport_evaluated_layer_trains.py
 
-train_batch begins with self.module.train(), which reaches every layer. So a batch norm whose statistics the caller
-froze, as is usual in fine-tuning, changes them and normalizes by those of the batch, and a dropout that was switched
-off drops. An eval() before the call has no effect.
+train_batch begins with self.module.train(), which reaches every layer. A caller often freezes the statistics of a batch
+norm for fine-tuning; train_batch makes this batch norm update its statistics and normalize by those of the batch. A
+dropout that the caller switched off drops elements again. An eval() before the call has no effect.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -39,7 +39,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 import deepspeed
 from deepspeed.pipe import PipelineModule
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "the layer in evaluation mode counted a batch"

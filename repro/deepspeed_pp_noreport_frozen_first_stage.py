@@ -16,13 +16,13 @@ Run it with nothing but torch and deepspeed installed:
     torchrun --standalone --nproc_per_node=2 repro/deepspeed_pp_noreport_frozen_first_stage.py
 
 Every stage but the last runs torch.autograd.backward on its outputs with the gradients that it received
-(_exec_backward_pass of deepspeed/runtime/pipe/engine.py). Outputs of a first stage whose weights are all frozen require
-no gradient, because the inputs of the model do not, so that torch refuses them. A frozen last stage works, and with
-activation checkpointing by use_reentrant the inputs would require a gradient.
+(_exec_backward_pass of deepspeed/runtime/pipe/engine.py). If all weights of the first stage are frozen, its outputs
+require no gradient, because the inputs of the model do not, and torch refuses the backward. A frozen last stage works.
+With activation checkpointing by use_reentrant the inputs would require a gradient.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -40,7 +40,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 import deepspeed
 from deepspeed.pipe import PipelineModule
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "element 0 of tensors does not require grad"

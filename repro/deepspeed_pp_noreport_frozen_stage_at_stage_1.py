@@ -1,4 +1,4 @@
-"""Stage 1 of ZeRO cannot be built around a pipeline of which one stage is frozen.
+"""At stage 1 of ZeRO, deepspeed.initialize raises for a pipeline with a frozen stage.
 
 id: frozen-stage-at-zero-1
 engine: deepspeed_pp
@@ -15,14 +15,14 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=2 repro/deepspeed_pp_noreport_frozen_stage_at_stage_1.py
 
-The optimizer of stage 1 keeps the parameters of each group that require a gradient, and reads the dtype of the first
-one of them (bit16_groups[i][0] in deepspeed/runtime/zero/stage_1_and_2.py). On the ranks of a stage whose weights are
-all frozen, the group of the client's optimizer has none. Ranks of other stages hang, or end with the launcher. Without
-ZeRO, a pipeline whose last stage is frozen trains.
+The optimizer of stage 1 keeps those parameters of each group that require a gradient, and reads the dtype of the first
+of them (bit16_groups[i][0] in deepspeed/runtime/zero/stage_1_and_2.py). On the ranks of a stage whose weights are all
+frozen, the group of the client's optimizer has no such parameter. Ranks of other stages hang, or end with the launcher.
+Without ZeRO, a pipeline whose last stage is frozen trains.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -40,7 +40,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 import deepspeed
 from deepspeed.pipe import PipelineModule
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "IndexError: list index out of range"

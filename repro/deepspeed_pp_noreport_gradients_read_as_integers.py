@@ -2,7 +2,7 @@
 
 id: gradients-read-as-integers
 engine: deepspeed_pp
-symptom: a stage of a PipelineModule reads gradients as integers if its inputs begin with integers, silently
+symptom: a stage of a PipelineModule silently reads gradients as integers if its inputs begin with integers
 reported: no report known
 affects: >=0.19.8
 fixed: not yet
@@ -15,15 +15,15 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=3 repro/deepspeed_pp_noreport_gradients_read_as_integers.py
 
-Stages pass a tuple on: a mask of int32, and the activations, which have as many elements. A stage between two others
-receives both, each into a buffer that the engine keeps by its place in the tuple (_allocate_or_extend_buffers in
-runtime/pipe/engine.py). For gradients it asks for buffers again, of tensors of floating point alone: the gradient of
-the activations comes first and gets the buffer of the mask, which is large enough, whatever its dtype. So the bits of
-1.0 are read as 1065353216. With the mask behind the activations the gradients are right.
+Stages pass on a tuple: an int32 mask, and the activations, which have as many elements. A stage between two others
+receives both. For each of them the engine keeps a buffer by its position in the tuple (_allocate_or_extend_buffers in
+runtime/pipe/engine.py). For gradients the engine asks for buffers again, only for floating-point tensors: the gradient
+of the activations comes first and gets the buffer of the mask, which is large enough. The engine does not check the
+dtype, so it reads the bits of 1.0 as 1065353216. With the mask after the activations the gradients are right.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -41,7 +41,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 import deepspeed
 from deepspeed.pipe import PipelineModule
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "the gradient is that of other numbers"
@@ -55,7 +55,7 @@ CONFIG = {
 
 
 class Stage(nn.Module):
-    """A weight of one element; the last stage returns the activations alone."""
+    """A weight of one element; the last stage returns only the activations."""
 
     def __init__(self, is_last: bool = False) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""A pipeline at stage 0 of ZeRO clips all gradients by the norm of its first stage alone.
+"""At stage 0 of ZeRO, a pipeline clips all gradients by the norm of its first stage alone.
 
 id: pipeline-norm-of-first-stage
 engine: deepspeed_pp
-symptom: in fp32 without ZeRO, the gradients of a pipeline are clipped by the norm of the first stage alone
+symptom: in fp32 without ZeRO, a pipeline clips its gradients by the norm of the first stage alone
 reported: no report known
 affects: >=0.19.8
 fixed: not yet
@@ -16,13 +16,13 @@ Run it with nothing but torch and deepspeed installed:
     torchrun --standalone --nproc_per_node=2 repro/deepspeed_pp_noreport_pipeline_clips_by_first_stage.py
 
 clip_grad_norm_ of deepspeed.runtime.utils counts a parameter if mpu.get_model_parallel_rank() is 0, or if the parameter
-has the mark of Megatron's split layers, because other ranks of tensor parallelism have copies. For a PipelineModule mpu
-is its grid, whose get_model_parallel_rank() is the number of the stage: no parameter of a later stage counts. So the
-gradients are clipped by too small a norm, and too large a step is made.
+has the mark of Megatron's split layers, because other tensor-parallel ranks have copies. For a PipelineModule the mpu
+is its grid, whose get_model_parallel_rank() is the number of the stage, so no parameter of a later stage counts.
+DeepSpeed therefore clips by too small a norm and makes too large a step.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import importlib
@@ -40,7 +40,7 @@ os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # 
 import deepspeed
 from deepspeed.pipe import PipelineModule
 
-# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+# Skip DeepSpeed's all-reduce in shared memory: the ranks would race to compile it, and plain gloo is enough here.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 OK = "repro: the norm over two stages OK."
@@ -65,7 +65,7 @@ def main():
     engine = deepspeed.initialize(model=module, optimizer=optimizer, config=CONFIG)[0]
     engine.train_batch(iter([(torch.full((1, 1), 3.0), torch.zeros(1, 1))]))
 
-    # The output is the input times both weights, so that each of the two gradients is 3.
+    # The output is the input times both weights, so each of the two gradients is 3.
     norm = 18.0**0.5
     weight = next(module.parameters()).item()
     used = CLIP * 3.0 / (1.0 - weight)

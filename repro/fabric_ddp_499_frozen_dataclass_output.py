@@ -1,4 +1,4 @@
-"""Fabric refuses a model that returns a frozen dataclass.
+"""Fabric raises for a model that returns a frozen dataclass.
 
 id: 499
 engine: fabric_ddp
@@ -15,13 +15,13 @@ Run it with nothing but torch and lightning-fabric installed:
 
     torchrun --standalone --nproc_per_node=2 repro/fabric_ddp_499_frozen_dataclass_output.py
 
-The wrapper of a model registers a hook on each tensor of an output (_FabricModule.forward), by a function that walks
-containers, and writes to the fields of a copy of each dataclass. It raises for one that is frozen, although nothing has
-to be written. DistributedDataParallel itself returns it.
+The wrapper of a model (_FabricModule.forward) registers a hook on each tensor of an output. The function that it uses
+walks containers, and writes to the fields of a copy of each dataclass. This function raises for a frozen dataclass,
+although nothing has to be written. DistributedDataParallel itself returns the dataclass.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys

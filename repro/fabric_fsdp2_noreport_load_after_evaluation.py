@@ -1,8 +1,8 @@
-"""Fabric cannot save or load a model after an evaluation, if FSDP2 keeps the weights unsharded after a forward.
+"""If FSDP2 keeps weights unsharded after a forward, Fabric cannot save or load the model after an evaluation.
 
 id: load-after-evaluation
 engine: fabric_fsdp2
-symptom: after an evaluation with reshard_after_forward=False fabric.save raises "Could not find a distributed model"
+symptom: after an evaluation with reshard_after_forward=False, fabric.save raises "Could not find a distributed model"
 reported: no report known
 affects: >=2.6.6
 fixed: not yet
@@ -17,11 +17,11 @@ Run it with nothing but torch and lightning-fabric installed:
 
 ModelParallelStrategy looks for a module with a DTensor among its parameters (_has_dtensor_modules). With
 reshard_after_forward=False, a forward without a backward leaves the unsharded weights, which are plain tensors. Until
-the next backward, no parameter is a DTensor, unless some are also split by tensor parallelism.
+the next backward, no parameter is a DTensor, unless tensor parallelism also splits some parameters.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys
@@ -44,7 +44,7 @@ def shard(model, mesh):
 
 
 def find_refusals(fabric, model, folder):
-    """Return what save and load, each after an evaluation, say if they do not find the model."""
+    """Return the messages of save and load, each after an evaluation, if they do not find the model."""
     refusals = []
     fabric.save(folder / "before", {"model": model})
     with torch.no_grad():

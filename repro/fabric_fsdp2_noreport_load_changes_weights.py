@@ -1,4 +1,4 @@
-"""A load of a sharded checkpoint that raises has overwritten some of the weights.
+"""fabric.load overwrites some of the weights before it raises for a damaged sharded checkpoint.
 
 id: refused-shards-change-weights
 engine: fabric_fsdp2
@@ -15,12 +15,12 @@ Run it with nothing but torch and lightning-fabric installed:
 
     torchrun --standalone --nproc_per_node=2 repro/fabric_fsdp2_noreport_load_changes_weights.py
 
-ModelParallelStrategy passes the model's own tensors to torch.distributed.checkpoint, which reads into them. A rank
-whose file is whole has the weights of the checkpoint when the error of the other one arrives.
+ModelParallelStrategy passes the model's own tensors to torch.distributed.checkpoint, which reads into these tensors. A
+rank whose file is intact already has the weights of the checkpoint when the error of the other rank arrives.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys

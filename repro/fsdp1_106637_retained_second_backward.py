@@ -1,4 +1,4 @@
-"""FSDP1 has freed the weights that a second backward on a retained graph needs.
+"""FSDP1 frees the weights that a second backward on a retained graph needs.
 
 id: 106637
 engine: fsdp1
@@ -15,12 +15,12 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=2 repro/fsdp1_106637_retained_second_backward.py
 
-The end of the first backward frees the gathered weights, although retain_graph=True says that they are needed again.
-With one rank nothing is sharded and nothing freed.
+The end of the first backward frees the gathered weights, although retain_graph=True says that they are needed again. On
+one rank FSDP1 shards nothing and frees nothing.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import os

@@ -2,7 +2,7 @@
 
 id: 136861
 engine: fsdp1
-symptom: after two forwards, the gradients of the second backward stay local
+symptom: after two forwards, the gradients of the second backward are not reduced
 reported: https://github.com/pytorch/pytorch/issues/136861
 affects: >=2.13.0
 fixed: not yet
@@ -15,12 +15,12 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=2 repro/fsdp1_136861_second_backward_unreduced.py
 
-The hook that reduces is registered once for both forwards and removed by the end of the first backward. With FULL_SHARD
-the second backward raises instead, as the weights were freed; that is what the issue reports.
+FSDP1 registers the hook that reduces once for both forwards, and removes this hook at the end of the first backward.
+With FULL_SHARD the second backward raises instead, because FSDP1 has freed the weights; the issue reports this error.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys
@@ -31,7 +31,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 OK = "repro: two backwards after two forwards OK."
-CPU = torch.device("cpu")  # the bug is shown on gloo
+CPU = torch.device("cpu")  # the script shows the bug on gloo
 
 
 def observe(rank):

@@ -1,8 +1,8 @@
-"""FSDP1 loses all gradients after a forward in mixed precision that no backward follows.
+"""In mixed precision, FSDP1 loses all gradients if no backward follows its first forward.
 
 id: 94857
 engine: fsdp1
-symptom: in mixed precision, a forward without no_grad and without a backward: the next backward leaves no gradients
+symptom: in mixed precision, after a forward with autograd and without a backward, the next backward leaves no gradients
 reported: https://github.com/pytorch/pytorch/issues/94857
 affects: >=2.13.0
 fixed: not yet
@@ -15,16 +15,16 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=2 repro/fsdp1_94857_forward_without_backward.py
 
-FSDP reduces gradients in a hook of the AccumulateGrad node of its FlatParameter, which it registers once, in the first
-forward. In mixed precision the FlatParameter changes its dtype with each forward, and each forward has a node of its
-own. If the first forward has no backward (an evaluation without no_grad, a teacher's pass, a forward that raised), the
-hook never runs: no gradient is reduced, every param.grad is None, and a step changes nothing. Nothing is raised. In
-fp32, and with the forward under no_grad, the same step is right. The issue shows it by a teacher and a student that
-share a head; it is closed.
+FSDP reduces gradients in a hook of the AccumulateGrad node of its FlatParameter, and registers this hook once, in the
+first forward. In mixed precision the FlatParameter changes its dtype with each forward, and each forward has its own
+AccumulateGrad node. If the first forward has no backward (an evaluation without no_grad, a teacher's pass, a forward
+that raised), the hook never runs: FSDP reduces no gradient, every param.grad is None, and a step changes nothing. FSDP
+raises nothing. In fp32, and with the forward under no_grad, the same step is right. The issue shows the bug by a
+teacher and a student that share a head; the issue is closed.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys
@@ -35,7 +35,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 
 OK = "repro: a step after a forward without a backward OK."
-CPU = torch.device("cpu")  # the bug is shown on gloo
+CPU = torch.device("cpu")  # the script shows the bug on gloo
 BF16 = MixedPrecision(param_dtype=torch.bfloat16)
 
 

@@ -1,8 +1,8 @@
-"""FSDP1 cannot wrap a module whose own parameters have no elements.
+"""FSDP1 raises for a module whose own parameters have no elements.
 
 id: fsdp1-empty-parameter
 engine: fsdp1
-symptom: wrapping a model with an empty parameter is an AssertionError
+symptom: wrapping a model with an empty parameter raises an AssertionError
 reported: no report known
 affects: >=2.13.0
 fixed: not yet
@@ -15,12 +15,12 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=2 repro/fsdp1_noreport_empty_parameter.py
 
-The metadata of a shard has the first and the last element of a FlatParameter, and asserts that the first is not behind
-the last. Beside other parameters of the same FSDP instance an empty one is right.
+The metadata of a shard holds the indices of the first and the last element of a FlatParameter. FSDP1 asserts that the
+first is not after the last. FSDP1 accepts an empty parameter beside other parameters of the same FSDP instance.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys
@@ -31,7 +31,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 OK = "repro: an empty parameter OK."
-CPU = torch.device("cpu")  # the bug is shown on gloo
+CPU = torch.device("cpu")  # the script shows the bug on gloo
 
 
 def wrap(module):

@@ -1,8 +1,8 @@
-"""FSDP1 with SHARD_GRAD_OP uses old weights after an evaluation and a step.
+"""FSDP1 with SHARD_GRAD_OP uses old weights in the forward after an evaluation and a step.
 
 id: evaluation-keeps-old-weights
 engine: fsdp1
-symptom: after a forward without backward, the weights of the next step are not used
+symptom: after a forward without backward and a step, the next forward does not use the new weights
 reported: no report known
 affects: >=2.13.0
 fixed: not yet
@@ -15,12 +15,12 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=2 repro/fsdp1_noreport_evaluation_keeps_weights.py
 
-A forward without a backward leaves the weights unsharded, and the next forward finds them so: it does not gather those
-that the step has written.
+A forward without a backward leaves the weights unsharded. The next forward finds them unsharded and does not gather the
+weights that the step has written.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys
@@ -31,7 +31,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 OK = "repro: a forward after evaluation and step OK."
-CPU = torch.device("cpu")  # the bug is shown on gloo
+CPU = torch.device("cpu")  # the script shows the bug on gloo
 
 
 def observe(_rank):
@@ -45,7 +45,7 @@ def observe(_rank):
     engine(x).sum().backward()
     with torch.no_grad():
         engine(x)
-    optimizer.step()  # the weight becomes 0
+    optimizer.step()  # this step sets the weight to 0
     got = float(engine(x))
     return "" if got == 0 else f"output is {got:g}, expected 0"
 

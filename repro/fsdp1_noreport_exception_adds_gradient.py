@@ -1,4 +1,4 @@
-"""FSDP1 adds the gradient of a backward that raised to the next iteration's.
+"""FSDP1 adds the gradient of a backward that raised to the gradient of the next iteration.
 
 id: exception-adds-gradient
 engine: fsdp1
@@ -15,12 +15,13 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=2 repro/fsdp1_noreport_exception_adds_gradient.py
 
-The groups whose gradients were reduced before the exception keep them in a private attribute, which zero_grad does not
-see and the next backward adds to. FSDP1 has no function that resets them; FSDP2 has reset_iter_state.
+FSDP1 keeps the gradients that it reduced before the exception in a private attribute of their groups. zero_grad does
+not see this attribute, and the next backward adds to it. FSDP1 has no function that resets it; FSDP2 has
+reset_iter_state.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys
@@ -31,7 +32,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 OK = "repro: gradients after an exception OK."
-CPU = torch.device("cpu")  # the bug is shown on gloo
+CPU = torch.device("cpu")  # the script shows the bug on gloo
 
 
 class RaiseInBackward(torch.autograd.Function):

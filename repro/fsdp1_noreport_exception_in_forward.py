@@ -1,4 +1,4 @@
-"""FSDP1 no longer trains any weight after a forward that raised, with nothing sharded.
+"""With nothing sharded, FSDP1 stops training all weights after a forward that raised.
 
 id: exception-in-forward
 engine: fsdp1
@@ -15,14 +15,15 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=2 repro/fsdp1_noreport_exception_in_forward.py
 
-During a forward the module has plain views in place of its parameters. The end of the forward puts the parameters back,
-and does not run after an exception. With NO_SHARD, which every strategy is on one rank, the next forward takes these
-views for new parameters (_writeback_orig_params) and forgets the old ones, which the optimizer has: they get no
-gradient any more, and nothing is raised. With shards all is right. zero_grad between the two forwards does not help.
+During a forward the module has plain views instead of its parameters. The end of the forward puts the parameters back,
+but does not run after an exception. With NO_SHARD, which every strategy becomes on one rank, the next forward treats
+these views as new parameters (_writeback_orig_params) and forgets the old ones. The optimizer has the old parameters,
+which get no gradient any more. FSDP1 raises nothing. With sharded weights training is right. zero_grad between the two
+forwards does not help.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys
@@ -33,7 +34,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 OK = "repro: a step after an exception in a forward OK."
-CPU = torch.device("cpu")  # the bug is shown on gloo
+CPU = torch.device("cpu")  # the script shows the bug on gloo
 
 
 def raise_error(*_):
@@ -56,7 +57,7 @@ def train(rank, strategy, *, interrupted):
     engine(x).sum().backward()
     optimizer.step()
     count = len(list(engine.parameters()))
-    if count != 1:  # then summon_full_params finds nothing to gather either
+    if count != 1:  # then summon_full_params has nothing to gather either
         return float(model[0].weight.detach())
     with FullyShardedDataParallel.summon_full_params(engine):
         return float(model[0].weight.detach())

@@ -2,7 +2,7 @@
 
 id: fsdp1-float64-clip
 engine: fsdp1
-symptom: clip_grad_norm_ of a float64 model is a RuntimeError about a dtype, which the documentation does not mention
+symptom: clip_grad_norm_ of a float64 model raises a RuntimeError about a dtype, which is not documented
 reported: no report known
 affects: >=2.13.0
 fixed: not yet
@@ -15,11 +15,12 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=2 repro/fsdp1_noreport_float64_clip.py
 
-_get_grad_norm asks vector_norm for the norm of each gradient in float32, to which it does not narrow a float64 one.
+_get_grad_norm asks vector_norm for the norm of each gradient in float32, and vector_norm does not narrow a float64
+gradient.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys
@@ -30,7 +31,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 OK = "repro: clipped float64 gradients OK."
-CPU = torch.device("cpu")  # the bug is shown on gloo
+CPU = torch.device("cpu")  # the script shows the bug on gloo
 
 
 def observe(_rank):

@@ -1,8 +1,8 @@
-"""FSDP1 drops the gradient of a parameter that is frozen after its backward.
+"""FSDP1 drops the accumulated gradient of a parameter that is frozen between two backwards.
 
 id: frozen-loses-gradient
 engine: fsdp1
-symptom: freezing a layer between two backwards of one step loses the gradient that it had
+symptom: freezing a layer between two backwards of one step loses the layer's accumulated gradient
 reported: no report known
 affects: >=2.13.0
 fixed: not yet
@@ -15,12 +15,12 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=2 repro/fsdp1_noreport_frozen_loses_gradient.py
 
-In plain PyTorch requires_grad_(False) keeps what a parameter has accumulated. FSDP's views of the gradient are set to
-None for a parameter that requires no gradient, and the accumulated one is gone.
+In plain PyTorch requires_grad_(False) keeps the accumulated gradient of a parameter. FSDP1 sets its views of the
+gradient to None for a parameter that requires no gradient, so the accumulated gradient is lost.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys
@@ -31,7 +31,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 OK = "repro: the gradient of a frozen layer OK."
-CPU = torch.device("cpu")  # the bug is shown on gloo
+CPU = torch.device("cpu")  # the script shows the bug on gloo
 
 
 def wrap(module):

@@ -1,8 +1,8 @@
-"""FSDP1 does not reduce gradients over the replicas of HYBRID_SHARD if a shard group has one rank.
+"""FSDP1 with HYBRID_SHARD does not reduce gradients over the replicas if a shard group has one rank.
 
 id: hybrid-of-single-ranks
 engine: fsdp1
-symptom: ranks train apart with HYBRID_SHARD on one GPU per node
+symptom: with HYBRID_SHARD on one GPU per node, the weights of the ranks diverge
 reported: no report known
 affects: >=2.13.0
 fixed: not yet
@@ -15,12 +15,12 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=2 repro/fsdp1_noreport_hybrid_of_single_ranks.py
 
-A shard group of one rank turns the strategy into NO_SHARD, which reduces over that group only. The gradient is divided
-by the whole world size all the same. It is reported downstream: https://github.com/verl-project/verl/issues/7493.
+A shard group of one rank turns the strategy into NO_SHARD, which reduces over that group only. FSDP1 still divides the
+gradient by the whole world size. Reported downstream: https://github.com/verl-project/verl/issues/7493.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys
@@ -32,7 +32,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 OK = "repro: gradients of single-rank shard groups OK."
-CPU = torch.device("cpu")  # the bug is shown on gloo
+CPU = torch.device("cpu")  # the script shows the bug on gloo
 
 
 def observe(rank):

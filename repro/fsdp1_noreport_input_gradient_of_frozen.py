@@ -15,14 +15,15 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=2 repro/fsdp1_noreport_input_gradient_of_frozen.py
 
-A FlatParameter that is frozen is resharded by a hook on the gradients of the group's inputs that require one
-(_register_post_backward_reshard_only_hook, by register_multi_grad_hook). That function asks autograd whether it will
-compute these gradients, which autograd refuses to say of a leaf during autograd.grad. backward() is right, and so is a
-trained layer. torch.utils.flop_counter has the same error of the same hook (pytorch/pytorch#131753).
+FSDP1 reshards a frozen FlatParameter by a hook on those inputs of the group that require a gradient
+(_register_post_backward_reshard_only_hook, by register_multi_grad_hook). register_multi_grad_hook asks autograd whether
+it will compute the gradients of these inputs. During autograd.grad, autograd refuses this question for a leaf.
+backward() is right, and a trained layer is right too. In torch.utils.flop_counter the same hook raises the same error
+(pytorch/pytorch#131753).
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys
@@ -34,7 +35,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 SIGNATURE = "A leaf node was passed to _will_engine_execute_node"
 OK = "repro: the gradient of the input of a frozen layer OK."
-CPU = torch.device("cpu")  # the bug is shown on gloo
+CPU = torch.device("cpu")  # the script shows the bug on gloo
 
 
 def compute_input_gradient(rank, *, frozen, by_backward):

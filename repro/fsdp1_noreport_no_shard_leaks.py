@@ -1,4 +1,4 @@
-"""FSDP1 with NO_SHARD never frees a model that has run a backward.
+"""FSDP1 with NO_SHARD never frees the memory of a model that has run a backward.
 
 id: no-shard-leaks
 engine: fsdp1
@@ -15,11 +15,11 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=2 repro/fsdp1_noreport_no_shard_leaks.py
 
-On one rank every strategy is NO_SHARD. With FULL_SHARD on two ranks nothing stays.
+On one rank every strategy becomes NO_SHARD. With FULL_SHARD on two ranks no tensors stay in memory.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import gc
@@ -31,7 +31,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 OK = "repro: memory of dropped models OK."
-CPU = torch.device("cpu")  # the bug is shown on gloo
+CPU = torch.device("cpu")  # the script shows the bug on gloo
 
 
 def train_and_drop():

@@ -1,4 +1,4 @@
-"""FSDP1 with NO_SHARD loses parameters if a backward does not reach them.
+"""FSDP1 with NO_SHARD loses parameters from model.parameters() if a backward does not reach them.
 
 id: no-shard-parameters-vanish
 engine: fsdp1
@@ -16,13 +16,14 @@ Run it with nothing but torch installed:
     torchrun --standalone --nproc_per_node=2 repro/fsdp1_noreport_no_shard_parameters_vanish.py
 
 During forward and backward the parameters of a module are plain tensors, views of the FlatParameter. The hook that
-makes them parameters again runs after the FlatParameter's own gradient. Where there is none, because its group is
-frozen or because the caller asked for another gradient, the end of backward should do that (_catch_all_reshard). But it
-takes an address that NO_SHARD never changes for the proof that it is done. FULL_SHARD and SHARD_GRAD_OP are right.
+turns them into parameters again runs after the FlatParameter has its own gradient. If there is no such gradient,
+because the group is frozen or because the caller asked for another gradient, the end of backward should do that
+(_catch_all_reshard). But _catch_all_reshard decides by an address whether the work is done, and NO_SHARD never changes
+this address. FULL_SHARD and SHARD_GRAD_OP are right.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys
@@ -33,7 +34,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 OK = "repro: parameters after a backward OK."
-CPU = torch.device("cpu")  # the bug is shown on gloo
+CPU = torch.device("cpu")  # the script shows the bug on gloo
 
 
 class Scaled(nn.Module):

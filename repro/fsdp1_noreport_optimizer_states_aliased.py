@@ -1,4 +1,4 @@
-"""FSDP1 returns one tensor for all states of a parameter in optim_state_dict on the CPU.
+"""On a CPU, FSDP1's optim_state_dict returns one tensor for all optimizer states of a parameter.
 
 id: optimizer-states-aliased
 engine: fsdp1
@@ -15,13 +15,14 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=2 repro/fsdp1_noreport_optimizer_states_aliased.py
 
-FullOptimStateDictConfig has offload_to_cpu=True by default. All states of a FlatParameter are gathered into one buffer,
-one after the other, and "offloaded" by Tensor.cpu(), which copies nothing on the CPU: all are views of the last one.
-A checkpoint of Adam then resumes with squares in place of means. With offload_to_cpu=False each is cloned.
+FullOptimStateDictConfig has offload_to_cpu=True by default. FSDP1 gathers all states of a FlatParameter into one
+buffer, one after the other, and "offloads" each by Tensor.cpu(), which copies nothing on the CPU. So all states are
+views of the last one. A training that resumes from this checkpoint of Adam has squares in place of means. With
+offload_to_cpu=False FSDP1 clones each state.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys
@@ -32,7 +33,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 
 OK = "repro: full optimizer states OK."
-CPU = torch.device("cpu")  # the bug is shown on gloo
+CPU = torch.device("cpu")  # the script shows the bug on gloo
 
 
 def observe(_rank):

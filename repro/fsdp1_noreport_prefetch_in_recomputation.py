@@ -1,8 +1,8 @@
-"""FSDP1 with forward_prefetch and NO_SHARD stops training layers of a model that is recomputed as a whole.
+"""FSDP1 with forward_prefetch and NO_SHARD stops training layers if the whole model is checkpointed.
 
 id: fsdp1-prefetch-recomputed
 engine: fsdp1
-symptom: layers are trained no more, and model.parameters() lacks them, after a checkpoint of the whole model (NO_SHARD)
+symptom: layers stop training, and model.parameters() lacks them, after a checkpoint of the whole model (NO_SHARD)
 reported: no report known
 affects: >=2.13.0
 fixed: not yet
@@ -15,14 +15,14 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=2 repro/fsdp1_noreport_prefetch_in_recomputation.py
 
-The recomputation runs the forward of the wrapped model again within backward, and forward_prefetch=True unshards the
-next layer there, as in a forward: its parameters are replaced by views. NO_SHARD has no reshard that would put them
-back, as it frees nothing, and the optimizer's parameters get no gradient. Nothing is reported. On one rank every
-strategy is NO_SHARD.
+The recomputation runs the forward of the wrapped model again within backward. There forward_prefetch=True unshards the
+next layer, as in a forward, and replaces its parameters by views. NO_SHARD frees nothing, so it has no reshard that
+would put the parameters back, and the optimizer's parameters get no gradient. FSDP1 raises nothing. On one rank every
+strategy becomes NO_SHARD.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys
@@ -34,7 +34,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.utils.checkpoint import checkpoint
 
 OK = "repro: prefetching in a recomputation OK."
-CPU = torch.device("cpu")  # the bug is shown on gloo
+CPU = torch.device("cpu")  # the script shows the bug on gloo
 LAYERS = 3
 
 

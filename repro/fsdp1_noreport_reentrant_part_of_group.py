@@ -1,8 +1,8 @@
-"""FSDP1 frees the weights that a backward still needs when part of an FSDP instance is in a reentrant checkpoint.
+"""FSDP1 frees weights that a backward still needs if part of an FSDP instance is in a reentrant checkpoint.
 
 id: fsdp1-part-recomputed
 engine: fsdp1
-symptom: a layer of an FSDP instance in a reentrant checkpoint: storage of size 0, or a segmentation fault
+symptom: a layer of an FSDP instance in a reentrant checkpoint raises "storage of size 0", or SIGSEGV ends the process
 reported: no report known
 affects: >=2.13.0
 fixed: not yet
@@ -15,14 +15,15 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=2 repro/fsdp1_noreport_reentrant_part_of_group.py
 
-The checkpoint runs a backward of its own within the backward. At its end the gradient of the FlatParameter counts as
-complete: FSDP1 reduces it and frees the weights, which the layers before the checkpoint still need. A saved weight
-whose size is read again is this RuntimeError; a product with one reads freed memory, and the process ends by SIGSEGV.
-Checkpoints that are not reentrant are right, and so is an FSDP instance for each layer.
+The checkpoint runs a backward of its own within the backward. At the end of this inner backward FSDP1 treats the
+gradient of the FlatParameter as complete: FSDP1 reduces the gradient and frees the weights, which the layers before the
+checkpoint still need. If backward reads the size of a saved weight again, it raises this RuntimeError. A product with a
+saved weight reads freed memory, and SIGSEGV ends the process. Checkpoints that are not reentrant are right, and an FSDP
+instance for each layer is right too.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys
@@ -34,7 +35,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 OK = "repro: a layer in a reentrant checkpoint OK."
-CPU = torch.device("cpu")  # the bug is shown on gloo
+CPU = torch.device("cpu")  # the script shows the bug on gloo
 
 
 class Model(nn.Module):

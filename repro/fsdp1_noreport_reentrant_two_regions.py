@@ -1,4 +1,4 @@
-"""FSDP1 crashes on a weight of the root in two reentrant checkpoints.
+"""FSDP1 raises if two reentrant checkpoints use a weight of the root module.
 
 id: fsdp1-two-regions
 engine: fsdp1
@@ -15,13 +15,14 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=2 repro/fsdp1_noreport_reentrant_two_regions.py
 
-Each region runs a backward of its own within the backward. The end of the first region's frees the root's weights, and
-the recomputation of the other region does not gather them, as no forward of the root runs in it. With NO_SHARD nothing
-is freed, and gradients are wrong: ranks report different ones. Checkpoints that are not reentrant are right.
+Each region runs a backward of its own within the backward. The end of the first region's backward frees the root's
+weights. The recomputation of the other region does not gather them, because no forward of the root runs in it. With
+NO_SHARD nothing is freed, but gradients are wrong: ranks report different gradients. Checkpoints that are not reentrant
+are right.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys
@@ -33,7 +34,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 OK = "repro: a weight in two reentrant checkpoints OK."
-CPU = torch.device("cpu")  # the bug is shown on gloo
+CPU = torch.device("cpu")  # the script shows the bug on gloo
 
 
 class Twice(nn.Module):

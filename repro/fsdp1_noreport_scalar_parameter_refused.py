@@ -1,8 +1,8 @@
-"""FSDP1 refuses a parameter of no dimensions.
+"""FSDP1 raises for a model with a parameter without dimensions.
 
 id: fsdp1-scalar-refused
 engine: fsdp1
-symptom: wrapping a model with a scalar parameter is a ValueError, which the documentation does not mention
+symptom: wrapping a model with a scalar parameter raises a ValueError, which the documentation does not mention
 reported: no report known
 affects: >=2.13.0
 fixed: not yet
@@ -15,12 +15,12 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=2 repro/fsdp1_noreport_scalar_parameter_refused.py
 
-A FlatParameter is made of flattened parameters, and a scalar could be one element of it. The message recommends a
+A FlatParameter consists of flattened parameters, and a scalar could be one of its elements. The message recommends a
 parameter of one element and one dimension instead.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys
@@ -31,7 +31,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 OK = "repro: a scalar parameter OK."
-CPU = torch.device("cpu")  # the bug is shown on gloo
+CPU = torch.device("cpu")  # the script shows the bug on gloo
 
 
 def observe(_rank):

@@ -2,7 +2,7 @@
 
 id: fsdp1-state-between
 engine: fsdp1
-symptom: optim_state_dict between a forward and its backward is a KeyError of a parameter, at stage 2
+symptom: optim_state_dict between a forward and its backward raises a KeyError of a parameter, at stage 2
 reported: no report known
 affects: >=2.13.0
 fixed: not yet
@@ -15,12 +15,12 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=2 repro/fsdp1_noreport_state_between.py
 
-Weights stay whole from forward to backward. The state dict looks up the whole parameter, and the optimizer has the
-shard of it.
+Under SHARD_GRAD_OP weights stay unsharded from forward to backward. optim_state_dict looks up the unsharded parameter,
+but the optimizer has its shard.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys
@@ -31,7 +31,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 OK = "repro: read the optimizer's state between forward and backward OK."
-CPU = torch.device("cpu")  # the bug is shown on gloo
+CPU = torch.device("cpu")  # the script shows the bug on gloo
 
 
 def observe(_rank):

@@ -1,8 +1,8 @@
-"""No torch.func transform passes FSDP1.
+"""Every torch.func transform of an FSDP1 model raises.
 
 id: torch-func-storage
 engine: fsdp1
-symptom: torch.func.grad over FSDP1 is "Cannot access storage of TensorWrapper"
+symptom: torch.func.grad over FSDP1 raises "Cannot access storage of TensorWrapper"
 reported: no report known
 affects: >=2.8.0
 fixed: not yet
@@ -15,12 +15,12 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=2 repro/fsdp1_noreport_torch_func_storage.py
 
-What FSDP1 does to the storage of its flat parameter cannot be done to a tensor within a transform. With one rank
-nothing is sharded.
+FSDP1 resizes the storage of its flat parameter, which is impossible for a tensor within a transform. On one rank FSDP1
+shards nothing.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import os

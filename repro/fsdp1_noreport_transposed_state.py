@@ -1,8 +1,8 @@
-"""FSDP1 loads other optimizer state than it saved, of a weight that is not contiguous.
+"""FSDP1 loads another optimizer state than it saved if a weight is not contiguous.
 
 id: fsdp1-transposed-state
 engine: fsdp1
-symptom: the Adam moments of a transposed weight have other values after optim_state_dict and its load, silently
+symptom: optim_state_dict and its load silently change the values of the Adam moments of a transposed weight
 reported: no report known
 affects: >=2.13.0
 fixed: not yet
@@ -19,7 +19,7 @@ The weight is a transposed view when FSDP1 wraps it. Saved and loaded weights ar
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys
@@ -30,7 +30,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 OK = "repro: the loaded moments are those that were saved OK."
-CPU = torch.device("cpu")  # the bug is shown on gloo
+CPU = torch.device("cpu")  # the script shows the bug on gloo
 
 
 def full_state(model, optimizer):

@@ -1,8 +1,8 @@
-"""FSDP1 refuses weights of several dtypes in one wrapped module.
+"""FSDP1 raises if one wrapped module has weights of several dtypes.
 
 id: fsdp1-two-dtypes
 engine: fsdp1
-symptom: the constructor raises for a frozen bf16 weight beside a trained fp32 one, as LoRA has them
+symptom: the constructor raises for a frozen bf16 weight beside a trained fp32 weight, as in LoRA
 reported: no report known
 affects: >=2.13.0
 fixed: not yet
@@ -19,7 +19,7 @@ FSDP1 flattens the weights of a wrapped module into one tensor, which has one dt
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys
@@ -30,7 +30,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 OK = "repro: wrapped weights of two dtypes OK."
-CPU = torch.device("cpu")  # the bug is shown on gloo
+CPU = torch.device("cpu")  # the script shows the bug on gloo
 
 
 def observe(_rank):

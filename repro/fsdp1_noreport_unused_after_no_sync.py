@@ -1,8 +1,8 @@
-"""FSDP1 does not reduce the gradient of a group that backwards in no_sync alone used.
+"""FSDP1 does not reduce the gradient of a group that only the backwards in no_sync used.
 
 id: fsdp1-unused-after-no-sync
 engine: fsdp1
-symptom: a weight that only the micro-batches in no_sync used is stepped with its local gradient, or backward crashes
+symptom: a step uses the local gradient of a weight that only micro-batches in no_sync used, or backward raises
 reported: no report known
 affects: >=2.13.0
 fixed: not yet
@@ -16,14 +16,15 @@ Run it with nothing but torch installed:
     torchrun --standalone --nproc_per_node=2 repro/fsdp1_noreport_unused_after_no_sync.py
 
 The backward in no_sync sets _post_backward_called on the group's FlatParameter, and _finalize_params returns before it
-resets it. The synchronized backward does not use the group, so its hook reduces nothing; prepare_gradient_for_optim
-reads the old _post_backward_called and treats the local gradient as reduced. NO_SHARD steps with the local gradient of
-each rank without an error, SHARD_GRAD_OP and FULL_SHARD raise "All sharded parameters that received a gradient in the
-post-backward should use `_saved_grad_shard`". If the synchronized backward uses the group, all strategies are right.
+resets _post_backward_called. The synchronized backward does not use the group, so its hook reduces nothing.
+prepare_gradient_for_optim then reads the old _post_backward_called and treats the local gradient as reduced. NO_SHARD
+steps with the local gradient of each rank without an error. SHARD_GRAD_OP and FULL_SHARD raise "All sharded parameters
+that received a gradient in the post-backward should use `_saved_grad_shard`". If the synchronized backward uses the
+group, all strategies are right.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys
@@ -34,7 +35,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 OK = "repro: a group used in no_sync alone OK."
-CPU = torch.device("cpu")  # the bug is shown on gloo
+CPU = torch.device("cpu")  # the script shows the bug on gloo
 
 
 class Layers(nn.Module):
@@ -56,7 +57,7 @@ def train_window(rank, strategy, last_uses_both):
     engine = wrap(Layers(wrap))
     with engine.no_sync():
         engine(torch.full((1, 1), 2.0 * (rank + 1)), True).sum().backward()  # gradients 2 and 4, mean 3
-    engine(torch.zeros(1, 1), last_uses_both).sum().backward()  # adds 0
+    engine(torch.zeros(1, 1), last_uses_both).sum().backward()  # adds a gradient of 0
     with FullyShardedDataParallel.summon_full_params(engine, with_grads=True):
         return float(engine.module.second.module.weight.grad)
 

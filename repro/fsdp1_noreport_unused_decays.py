@@ -1,4 +1,4 @@
-"""FSDP1 lets weight decay move a parameter that was never used.
+"""With FSDP1, weight decay moves a parameter that no forward used.
 
 id: fsdp1-unused-decays
 engine: fsdp1
@@ -15,12 +15,13 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=1 repro/fsdp1_noreport_unused_decays.py
 
-The gradient of a FlatParameter is one tensor, so a parameter that no forward used has zeros for a gradient if it
-shares the FlatParameter with a used one. torch.optim skips a parameter without gradient, but not one with zeros.
+The gradient of a FlatParameter is one tensor, so a parameter that no forward used has a gradient of zeros if it shares
+the FlatParameter with a used one. torch.optim skips a parameter without a gradient, but not a parameter with a gradient
+of zeros.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys
@@ -33,7 +34,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 OK = "repro: an unused parameter OK."
 
 
-CPU = torch.device("cpu")  # the bug is shown on gloo
+CPU = torch.device("cpu")  # the script shows the bug on gloo
 
 
 def observe(_rank):

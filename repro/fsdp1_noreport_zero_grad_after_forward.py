@@ -1,4 +1,4 @@
-"""FSDP1 with SHARD_GRAD_OP adds a gradient that zero_grad dropped between forward and backward.
+"""FSDP1 with SHARD_GRAD_OP adds an old gradient that zero_grad dropped between forward and backward.
 
 id: zero-grad-after-forward
 engine: fsdp1
@@ -16,12 +16,12 @@ Run it with nothing but torch installed:
     torchrun --standalone --nproc_per_node=2 repro/fsdp1_noreport_zero_grad_after_forward.py
 
 The root resets the gradients of its groups at the first pre-backward hook of a backward. The group whose output is the
-model's own output registered its hook earlier, so it has already saved its old gradient, to which the new one is added.
-FULL_SHARD and NO_SHARD are right.
+model's own output registered its hook earlier, so this group has already saved its old gradient, and the backward adds
+the new gradient to it. FULL_SHARD and NO_SHARD are right.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys
@@ -32,7 +32,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 OK = "repro: gradients after zero_grad OK."
-CPU = torch.device("cpu")  # the bug is shown on gloo
+CPU = torch.device("cpu")  # the script shows the bug on gloo
 
 
 def observe(_rank):

@@ -1,4 +1,4 @@
-"""FSDP2 cannot train after a first forward in inference mode.
+"""FSDP2 cannot train if its first forward runs under torch.inference_mode().
 
 id: 113203
 engine: fsdp2
@@ -15,13 +15,14 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=2 repro/fsdp2_113203_inference_mode_first.py
 
-The first forward makes the buffers that gathered weights live in, and later ones reuse them: in inference mode those
-are inference tensors for good. With one rank it is "Inference tensors do not track version counter", with
-reshard_after_forward=False "Inference tensors cannot be saved for backward". The report is of FSDP1, and closed.
+The first forward allocates the buffers for gathered weights, and later forwards reuse them. Under inference_mode these
+buffers are inference tensors, and they stay so. On one rank the error is "Inference tensors do not track version
+counter", with reshard_after_forward=False "Inference tensors cannot be saved for backward". The report is about FSDP1,
+and closed.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import os

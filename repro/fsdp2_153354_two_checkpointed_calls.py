@@ -1,8 +1,8 @@
-"""FSDP2 finds shards in the place of weights where a layer is computed again in two regions.
+"""FSDP2 raises if one layer is in two checkpoints, because the recomputation finds shards instead of weights.
 
 id: 153354
 engine: fsdp2
-symptom: a layer in two checkpoints of one loss: "got mixed torch.Tensor and DTensor" in the recomputation
+symptom: a layer in two checkpoints of one loss raises "got mixed torch.Tensor and DTensor" in the recomputation
 reported: https://github.com/pytorch/pytorch/issues/153354
 affects: ==2.8.0
 fixed: 2.13.0
@@ -16,13 +16,13 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=1 repro/fsdp2_153354_two_checkpointed_calls.py
 
-The backward of the second call has given the layer's weights up when the first call is computed again, and within a
-backward FSDP2 gathers none for a forward. Checkpoints that are reentrant end alike on 2.8, and on 2.13 in a wrong
-gradient (reentrant-two-regions).
+The backward of the second call has already resharded the layer's weights when checkpointing recomputes the first call,
+and within a backward FSDP2 does not gather weights for a forward. Reentrant checkpoints fail in the same way on 2.8,
+and give a wrong gradient on 2.13 (reentrant-two-regions).
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import os

@@ -1,8 +1,8 @@
-"""On gloo FSDP2 sums the gradients of the ranks, where it documents their mean.
+"""On gloo, FSDP2 sums the gradients of the ranks instead of computing the documented mean.
 
 id: 162338
 engine: fsdp2
-symptom: on gloo every gradient of fully_shard is the sum over the ranks instead of the mean, silently
+symptom: on gloo every gradient of fully_shard is silently the sum over the ranks instead of the mean
 reported: https://github.com/pytorch/pytorch/issues/162338
 affects: <=2.8.0
 fixed: 2.13.0
@@ -16,12 +16,12 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=2 repro/fsdp2_162338_gloo_mean_summed.py
 
-fully_shard reduces with dist.reduce_scatter_tensor(..., op=ReduceOp.AVG), and gloo's reduce-scatter took AVG and added.
-set_force_sum_reduction_for_comms(True) of torch 2.8 goes around it.
+fully_shard reduces by dist.reduce_scatter_tensor(..., op=ReduceOp.AVG). gloo's reduce-scatter accepted AVG and computed
+the sum. set_force_sum_reduction_for_comms(True) of torch 2.8 avoids the bug.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys
@@ -39,7 +39,7 @@ def main():
     dist.init_process_group("gloo")
     assert dist.get_world_size() == 2, "this shows on 2 ranks"
     rank = dist.get_rank()
-    # Here and not by fully_shard, which would take the GPUs where there are some, and those are not gloo's.
+    # The script builds the mesh itself, because fully_shard would use GPUs if there are some, and gloo does not.
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
     model = nn.Linear(2, 2, bias=False)
     fully_shard(model, mesh=mesh)

@@ -1,8 +1,8 @@
-"""Saving before the first step counts as a step.
+"""Saving a checkpoint before the first step makes the optimizer count one step.
 
 id: 164929
 engine: fsdp2
-symptom: get_state_dict before the first step leaves Adam's step count at 1, so the first update is corrected for two
+symptom: get_state_dict before the first step leaves Adam's step count at 1, so Adam corrects its update for two steps
 reported: https://github.com/pytorch/pytorch/issues/164929
 affects: >=2.8.0
 fixed: not yet
@@ -15,12 +15,12 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=1 repro/fsdp2_164929_save_counts_step.py
 
-torch.distributed.checkpoint.state_dict makes the optimizer's state by a step on zero gradients (_init_optim_state),
-and leaves it counted: the first update is 0.744 of what it should be.
+torch.distributed.checkpoint.state_dict makes the optimizer's state by a step on zero gradients (_init_optim_state), and
+does not reset the step count: the first update is 0.744 of the right update.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import os
@@ -52,7 +52,7 @@ def layer():
 
 
 def train(model, optimizer, x):
-    """One step: the optimizer's count and the weight after it."""
+    """Run one step; return the optimizer's step count and the weight after the step."""
     model(x).sum().backward()
     optimizer.step()
     return optimizer.state[model.weight]["step"].item(), model.weight

@@ -2,7 +2,7 @@
 
 id: 172543
 engine: fsdp2
-symptom: backward of a gradient penalty finds a storage of size 0
+symptom: the backward of a gradient penalty finds a storage of size 0
 reported: https://github.com/pytorch/pytorch/issues/172543
 affects: >=2.8.0
 fixed: not yet
@@ -15,12 +15,13 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=1 repro/fsdp2_172543_gradient_penalty_freed.py
 
-The end of the first backward frees weights that the graph of the second has saved, and nothing gathers them for it.
-The same with a Hessian by torch.func, and with a backward through vmap(grad) of the model.
+The end of the first backward frees weights that the graph of the second backward has saved, and FSDP2 does not gather
+them for the second backward. The same happens with a Hessian by torch.func, and with a backward through vmap(grad) of
+the model.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import os
@@ -45,7 +46,7 @@ def start():
 
 
 def penalty(model, x):
-    """The squared gradient of the squared output with respect to the input."""
+    """Return the squared gradient of the squared output with respect to the input."""
     (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
     return slope.square().sum()
 

@@ -1,8 +1,8 @@
-"""FSDP2's own group for the reduce-scatter is never made if the ranks are in different numbers of groups.
+"""FSDP2 hangs when it makes its reduce-scatter group, if the ranks are members of different numbers of groups.
 
 id: 173608
 engine: fsdp2
-symptom: set_separate_reduce_scatter_group(True) does not return, after a group of which some ranks are members
+symptom: set_separate_reduce_scatter_group(True) does not return if only some ranks are members of an earlier group
 reported: https://github.com/pytorch/pytorch/issues/173608
 affects: >=2.13.0
 fixed: not yet
@@ -17,11 +17,11 @@ Run it with nothing but torch installed:
 
 new_group(..., use_local_synchronization=True) names the group by a hash of its ranks and of the number of groups that
 this rank is in (_hash_ranks_to_str). Here rank 0 is in one group more than rank 1. Each rank then waits in the store
-for the other one under a name that the other does not have. With a second group, of rank 1, the ranks agree.
+for the other rank under a name that the other rank does not use. With a second group, of rank 1, the ranks agree.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import os
@@ -56,7 +56,7 @@ def main():
     made.join(SECONDS)
     if made.is_alive():
         print(f"repro: REPRODUCED: {SIGNATURE} {SECONDS} seconds later on rank {rank}\n", end="", flush=True)
-        os._exit(1)  # the thread waits for as long as the process group's timeout, half an hour
+        os._exit(1)  # the thread waits until the process group's timeout, half an hour
     model(torch.ones(1, 2)).sum().backward()
     torch.testing.assert_close(model.weight.grad.full_tensor(), torch.ones(1, 2))
     if rank == 0:

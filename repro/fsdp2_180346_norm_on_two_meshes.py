@@ -2,7 +2,7 @@
 
 id: 180346
 engine: fsdp2
-symptom: on FSDP2 x TP, clip_grad_norm_ raises "must have the same mesh" if the plan leaves out a parameter
+symptom: with FSDP2 and TP, clip_grad_norm_ raises "must have the same mesh" if the plan leaves out a parameter
 reported: https://github.com/pytorch/pytorch/issues/180346
 affects: ==2.13.0
 fixed: not yet
@@ -15,12 +15,12 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=2 repro/fsdp2_180346_norm_on_two_meshes.py
 
-A parameter that the plan splits has gradients on the mesh of dp and tp, and any other parameter, as that of a norm, on
-the mesh of dp alone. The norms of both are stacked, which DTensor refuses.
+A parameter that the plan splits has a gradient on the mesh of dp and tp. Any other parameter, such as the weight of a
+norm, has a gradient on the mesh of dp alone. clip_grad_norm_ stacks the norms of both, and DTensor raises.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys

@@ -1,8 +1,8 @@
-"""No torch.func transform of gradients passes FSDP2.
+"""torch.func transforms that compute gradients raise over FSDP2 before its first forward.
 
 id: 182641
 engine: fsdp2
-symptom: torch.func.grad over a sharded model is "Cannot access storage of TensorWrapper"
+symptom: torch.func.grad over a sharded model raises "Cannot access storage of TensorWrapper"
 reported: https://github.com/pytorch/pytorch/issues/182641
 affects: ==2.8.0
 fixed: 2.13.0
@@ -16,12 +16,12 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=1 repro/fsdp2_182641_torch_func_storage.py
 
-FSDP2 resizes the storage of gathered weights, which cannot be done to a tensor within a transform. grad, jvp, jacrev
-and what is made of them; also under vmap. The report is of 2.11.
+FSDP2 resizes the storage of gathered weights, which is impossible for a tensor within a transform. grad, jvp, jacrev
+and the transforms built from them raise, also under vmap. The report is about 2.11.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import os

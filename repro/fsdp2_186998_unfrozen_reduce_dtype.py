@@ -1,8 +1,8 @@
-"""Weights that were frozen at the first forward are reduced in the wrong dtype once they are unfrozen.
+"""FSDP2 reduces weights in the wrong dtype if they were frozen at the first forward and unfrozen later.
 
 id: 186998
 engine: fsdp2
-symptom: attempting to assign a gradient with dtype 'c10::BFloat16' after unfreezing under mixed precision
+symptom: under mixed precision, unfreezing raises "attempting to assign a gradient with dtype 'c10::BFloat16'"
 reported: https://github.com/pytorch/pytorch/issues/186998
 affects: ==2.13.0
 fixed: not yet
@@ -15,11 +15,11 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=1 repro/fsdp2_186998_unfrozen_reduce_dtype.py
 
-The first forward decides the dtypes of a group by its trainable weights, and there are none.
+The first forward decides the dtypes of a group by its trainable weights, and at that time the group has none.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import os
@@ -49,7 +49,7 @@ def main():
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model:
         fully_shard(layer, mp_policy=policy)
-        layer.set_gradient_divide_factor(dist.get_world_size())  # gloo has no average
+        layer.set_gradient_divide_factor(dist.get_world_size())  # gloo does not support the average
     model(torch.ones(1, 2))
     model.requires_grad_(True)
     try:

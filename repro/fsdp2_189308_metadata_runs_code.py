@@ -1,8 +1,8 @@
-"""Loading a distributed checkpoint runs whatever code its .metadata carries.
+"""Loading a distributed checkpoint runs any code that is in its .metadata file.
 
 id: 189308
 engine: fsdp2
-symptom: torch.distributed.checkpoint.load unpickles .metadata without restriction, so a command planted there runs
+symptom: torch.distributed.checkpoint.load unpickles .metadata without restriction, so a planted command runs
 reported: https://github.com/pytorch/pytorch/issues/189308
 affects: >=2.8.0
 fixed: not yet
@@ -15,12 +15,12 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=1 repro/fsdp2_189308_metadata_runs_code.py
 
-FileSystemReader.read_metadata calls pickle.load; tensors are read with weights_only=True. The command planted here
+FileSystemReader.read_metadata calls pickle.load; tensors are read with weights_only=True. The command in this script
 makes an empty folder in a temporary one.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import os

@@ -1,8 +1,8 @@
-"""FSDP2's reduce_dtype does not reach the all-reduce over tensor parallelism, which runs in the dtype of the weights.
+"""The all-reduce over tensor parallelism runs in the dtype of the weights and ignores FSDP2's reduce_dtype.
 
 id: 190626
 engine: fsdp2
-symptom: under MixedPrecisionPolicy(bf16, reduce_dtype=fp32) gradients of sequence-parallel norms are summed in bf16
+symptom: under MixedPrecisionPolicy(bf16, reduce_dtype=fp32), gradients of sequence-parallel norms are summed in bf16
 reported: https://github.com/pytorch/pytorch/issues/190626
 affects: ==2.13.0
 fixed: not yet
@@ -15,12 +15,12 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=2 repro/fsdp2_190626_reduce_dtype_over_tp.py
 
-The sequence of two tokens is split over two ranks of tp. One rank's part of the bias's gradient is 1, the other's is
-2**-10. Their sum has 11 bits: float32 holds it, and bfloat16 rounds it to 1.
+The sequence of two tokens is split over two ranks of tp. One rank's part of the bias's gradient is 1, the other rank's
+part is 2**-10. Their sum has 11 bits: float32 can hold it, and bfloat16 rounds it to 1.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys

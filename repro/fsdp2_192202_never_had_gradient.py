@@ -1,8 +1,8 @@
-"""A checkpoint in which a parameter has no optimizer state yet cannot be loaded.
+"""set_state_dict raises for a checkpoint in which a parameter has no optimizer state yet.
 
 id: 192202
 engine: fsdp2
-symptom: a checkpoint saved before a parameter had its first gradient cannot be loaded by set_state_dict
+symptom: set_state_dict raises for a checkpoint that was saved before a parameter had its first gradient
 reported: https://github.com/pytorch/pytorch/issues/192202
 affects: ==2.13.0
 fixed: not yet
@@ -15,14 +15,14 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=1 repro/fsdp2_192202_never_had_gradient.py
 
-Optimizers make a parameter's state when it has its first gradient. What is missing,
-torch.distributed.checkpoint.state_dict makes by a step on zero gradients (_init_optim_state), but only for an optimizer
-that has no state at all: get_state_dict of one that has some leaves the parameter out, and set_state_dict asks for it.
-torch.optim's own load_state_dict does not. torch 2.8.0 raises KeyError: 'unused.weight' instead.
+Optimizers make a parameter's state when the parameter has its first gradient. torch.distributed.checkpoint.state_dict
+makes missing state by a step on zero gradients (_init_optim_state), but only for an optimizer that has no state at all.
+For an optimizer that has some state, get_state_dict leaves the parameter out, and set_state_dict demands it.
+torch.optim's own load_state_dict does not demand it. torch 2.8.0 raises KeyError: 'unused.weight' instead.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import os
@@ -48,7 +48,7 @@ def start():
 
 
 class Model(nn.Module):
-    """Two layers; the loss uses the first."""
+    """Two layers; the loss uses only the first layer."""
 
     def __init__(self):
         super().__init__()
@@ -59,7 +59,7 @@ class Model(nn.Module):
 
 
 def sharded():
-    """A model and its optimizer, fresh."""
+    """Return a new model and its optimizer."""
     model = Model()
     fully_shard(model)
     return model, torch.optim.AdamW(model.parameters())

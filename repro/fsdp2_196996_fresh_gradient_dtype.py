@@ -1,8 +1,8 @@
-"""A weight that is used in the last micro-batch alone makes a reduction of bf16 weights in fp32 raise.
+"""FSDP2 raises in an fp32 reduction of bf16 weights if only the last micro-batch uses one of the weights.
 
 id: 196996
 engine: fsdp2
-symptom: FSDP reduce-scatter expects uniform gradient dtype but got {torch.bfloat16, torch.float32}
+symptom: "FSDP reduce-scatter expects uniform gradient dtype but got {torch.bfloat16, torch.float32}"
 reported: https://github.com/pytorch/pytorch/issues/196996
 affects: ==2.13.0
 fixed: not yet
@@ -15,12 +15,12 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=1 repro/fsdp2_196996_fresh_gradient_dtype.py
 
-Gradients that were accumulated without a reduction are in reduce_dtype, and a fresh one is in param_dtype; all
-gradients of a group have to have one dtype.
+Gradients that accumulated without a reduction are in reduce_dtype, but a gradient of the last micro-batch alone is in
+param_dtype. All gradients of a group must have one dtype.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import os
@@ -59,7 +59,7 @@ def main():
     rank = start()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = fully_shard(TwoLayers(), mp_policy=policy)
-    model.set_gradient_divide_factor(dist.get_world_size())  # gloo has no average
+    model.set_gradient_divide_factor(dist.get_world_size())  # gloo does not support the average
     try:
         for is_last in (False, True):
             model.set_requires_gradient_sync(is_last)

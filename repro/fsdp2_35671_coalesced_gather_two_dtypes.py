@@ -1,8 +1,8 @@
-"""gloo writes wrong numbers into gathers of two dtypes that one coalescing manager runs.
+"""gloo returns wrong numbers if one coalescing manager gathers tensors of two dtypes.
 
 id: 35671
 engine: fsdp2
-symptom: a weight in fp32 that is gathered together with one in bf16 has wrong numbers on every rank
+symptom: if fp32 and bf16 weights are gathered together, the fp32 weight has wrong numbers on every rank
 reported: https://github.com/pytorch/pytorch/issues/35671
 affects: >=2.13
 fixed: not yet
@@ -15,13 +15,14 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=2 repro/fsdp2_35671_coalesced_gather_two_dtypes.py
 
-Within torch.distributed's _coalescing_manager, all-gathers become one call of the backend, and the numbers are those of
-a gloo that takes all tensors for ones of the dtype of the first. Megatron-FSDP gathers the weights of a unit like this.
-With fp32 first both gathers are right, and so they are one by one. Seen on gloo; nccl was not tried.
+torch.distributed's _coalescing_manager turns several all-gathers into one call of the backend. The wrong numbers are
+those of a gloo that reads all tensors in the dtype of the first one. Megatron-FSDP gathers the weights of a unit in
+this way. With the fp32 tensor first both gathers are right, and single gathers are right too. The bug was observed on
+gloo; nccl was not tried.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys

@@ -1,8 +1,8 @@
-"""A distributed checkpoint holds one buffer of rank 0 and the next of rank 1.
+"""A distributed checkpoint stores one buffer of a module from rank 0 and the next one from rank 1.
 
 id: buffers-of-two-ranks
 engine: fsdp2
-symptom: after a load, the running mean of a batch norm is rank 0's and its running variance rank 1's, on every rank
+symptom: after a load, every rank has rank 0's running mean and rank 1's running variance of a batch norm
 reported: no report known
 affects: >=2.13.0
 fixed: not yet
@@ -15,13 +15,14 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=2 repro/fsdp2_noreport_buffers_of_two_ranks.py
 
-A tensor that is no DTensor is saved once for all ranks, by the rank that has the least to write so far
-(`dedup_save_plans`, `torch/distributed/checkpoint/_dedup_save_plans.py`). Buffers that differ between ranks, as
-running statistics do, are mixed. `DefaultSavePlanner(dedup_save_to_lowest_rank=True)` takes all of them from rank 0.
+A tensor that is not a DTensor is saved once for all ranks, by the rank that has the least to write so far
+(`dedup_save_plans`, `torch/distributed/checkpoint/_dedup_save_plans.py`). If buffers differ between ranks, as running
+statistics do, the checkpoint mixes the buffers of several ranks. `DefaultSavePlanner(dedup_save_to_lowest_rank=True)`
+saves all of them from rank 0.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import os
@@ -56,7 +57,7 @@ def main():
     variance.fill_(rank)
     with tempfile.TemporaryDirectory() as own:
         folder = [own]
-        dist.broadcast_object_list(folder)  # rank 0's is everyone's
+        dist.broadcast_object_list(folder)  # all ranks use rank 0's folder
         dcp.save(get_model_state_dict(model), checkpoint_id=folder[0])
         state = get_model_state_dict(model)
         dcp.load(state, checkpoint_id=folder[0])

@@ -1,8 +1,8 @@
-"""FSDP2 with reshard_after_forward=2 computes with old weights after an evaluation before the step.
+"""FSDP2 with reshard_after_forward=2 computes with old weights after an evaluation between backward and step.
 
 id: evaluation-reshard-int
 engine: fsdp2
-symptom: backward, evaluation, step with reshard_after_forward=2: the next forward uses old weights, silently
+symptom: with reshard_after_forward=2, a forward after backward, evaluation and step silently uses old weights
 reported: no report known
 affects: >=2.13.0
 fixed: not yet
@@ -16,13 +16,13 @@ Run it with nothing but torch installed:
     torchrun --standalone --nproc_per_node=4 repro/fsdp2_noreport_evaluation_reshard_int.py
 
 The evaluation leaves copies of the weights, sharded over two ranks, from which a backward would gather them. The step
-changes the shards over four ranks; the next forward gathers from the copies. With reshard_after_forward=True it is
-right. What drops the copies after the evaluation is reshard() of every module that fully_shard was applied to (that of
-the root reshards its own group alone), or reset_iter_state() of the root.
+changes the shards over four ranks; the next forward gathers from the copies. With reshard_after_forward=True the
+forward is right. To drop the copies after the evaluation, call reshard() of every module that fully_shard was applied
+to (reshard() of the root reshards only its own group), or reset_iter_state() of the root.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import os
@@ -47,7 +47,7 @@ def start():
 
 
 def outputs(**options):
-    """The output before and after one step of a sharded model, with an evaluation between backward and step."""
+    """Return the output before and after one step of a sharded model, with an evaluation between backward and step."""
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, 3.0)
     fully_shard(model, **options)

@@ -1,8 +1,8 @@
-"""FSDP2 finds shards in the place of weights in the forward after an exception within a backward.
+"""After an exception in a backward, the next forward of FSDP2 finds shards instead of gathered weights.
 
 id: forward-after-exception
 engine: fsdp2
-symptom: after an exception within a backward the next forward raises "got mixed torch.Tensor and DTensor"
+symptom: after an exception in a backward, the next forward raises "got mixed torch.Tensor and DTensor"
 reported: no report known
 affects: ==2.8.0
 fixed: 2.13.0
@@ -16,12 +16,12 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=1 repro/fsdp2_noreport_forward_after_exception.py
 
-The layers that the failed backward had passed keep its state, in which FSDP2 gathers nothing for a forward. On 2.13 the
-forward is right, and its backward loses gradients (reset-keeps-gradients).
+The layers that the failed backward had passed stay in the state of a backward, and in this state FSDP2 does not gather
+weights for a forward. On 2.13 the forward is right, and its backward loses gradients (reset-keeps-gradients).
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import os
@@ -37,7 +37,7 @@ OK = "repro: a forward after an exception within a backward OK."
 
 
 class Breaks(torch.autograd.Function):
-    """Passes its input through; its backward raises."""
+    """Return the input in forward; raise in backward."""
 
     @staticmethod
     def forward(ctx, x):

@@ -1,8 +1,8 @@
-"""torch.func.functional_call with full weights does not pass FSDP2's hooks.
+"""torch.func.functional_call with full weights raises in FSDP2's hooks.
 
 id: functional-call-weights
 engine: fsdp2
-symptom: functional_call of a sharded model with plain tensors as weights is an AttributeError
+symptom: functional_call of a sharded model with plain tensors as weights raises an AttributeError
 reported: no report known
 affects: >=2.8.0
 fixed: not yet
@@ -15,11 +15,11 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=1 repro/fsdp2_noreport_functional_call_weights.py
 
-FSDP2's hooks take what is registered on the module for their own shards.
+FSDP2's hooks treat the tensors that are registered on the module as FSDP2's own shards.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import os

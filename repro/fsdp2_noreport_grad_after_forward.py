@@ -1,8 +1,8 @@
-"""No torch.func transform of gradients passes FSDP2 after a first forward.
+"""torch.func transforms that compute gradients raise over FSDP2 after its first forward.
 
 id: grad-after-forward
 engine: fsdp2
-symptom: after a forward, torch.func.grad over a sharded model is the functorch error
+symptom: after a forward, torch.func.grad over a sharded model raises: must override the setup_context staticmethod
 reported: no report known
 affects: ==2.8.0
 fixed: 2.13.0
@@ -16,12 +16,12 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=1 repro/fsdp2_noreport_grad_after_forward.py
 
-Once the buffers for gathered weights are there, a transform comes past the error of #182641, and meets the autograd
-Function that FSDP2 puts around a module's inputs (RegisterPostBackwardFunction), which has no setup_context.
+Once the buffers for gathered weights exist, a transform does not raise the error of #182641. It then reaches the
+autograd Function that FSDP2 puts around a module's inputs (RegisterPostBackwardFunction), which has no setup_context.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import os

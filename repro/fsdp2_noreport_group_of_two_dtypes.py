@@ -1,8 +1,8 @@
-"""FSDP2 refuses a group of parameters of two dtypes in the first forward.
+"""FSDP2 raises in the first forward if one group has parameters of two dtypes.
 
 id: group-of-two-dtypes
 engine: fsdp2
-symptom: AssertionError in the first forward of a sharded model with a float64 layer, which DDP and PyTorch train
+symptom: the first forward of a sharded model with a float64 layer raises AssertionError; DDP trains the model
 reported: no report known
 affects: >=2.13.0
 fixed: not yet
@@ -15,12 +15,12 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=1 repro/fsdp2_noreport_group_of_two_dtypes.py
 
-The parameters of one fully_shard are gathered in one flat buffer, which has one dtype. A fully_shard of its own for
-the layer of the other dtype avoids the error.
+FSDP2 gathers the parameters of one fully_shard in one flat buffer, which has one dtype. A separate fully_shard for the
+layer of the other dtype avoids the error.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import os

@@ -1,8 +1,8 @@
-"""FSDP2 computes with weights from before a load, in the forward after an exception within a backward.
+"""After an exception in a backward and a load, the next forward of FSDP2 uses weights from before the load.
 
 id: load-after-exception
 engine: fsdp2
-symptom: after an exception within a backward, and a load, the next forward computes with the weights before
+symptom: after an exception in a backward, and a load, the next forward uses the weights from before the load
 reported: no report known
 affects: ==2.13.0
 fixed: not yet
@@ -15,12 +15,13 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=2 repro/fsdp2_noreport_load_after_exception.py
 
-A backward gathers the weights of the layer before while it is in the one behind. Where it ends by an exception, what
-was gathered for the layer that it did not reach waits for the next forward, which takes it, whatever the weights are.
+While a backward is in one layer, FSDP2 gathers the weights of the preceding layer. If the backward ends by an
+exception, the gathered weights of a layer that the backward did not reach wait for the next forward. The next forward
+uses them without a check that they are current.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import os
@@ -37,7 +38,7 @@ OK = "repro: a forward after an exception and a load OK."
 
 
 class Breaks(torch.autograd.Function):
-    """Passes its input through; its backward raises."""
+    """Return the input in forward; raise in backward."""
 
     @staticmethod
     def forward(ctx, x):
@@ -73,7 +74,7 @@ def main():
     x = torch.ones(1, 2)
     for layer in (model.first, model.last, model):
         fully_shard(layer)
-    model(x).sum().backward()  # the first forward finds the order in which layers are gathered
+    model(x).sum().backward()  # the first forward records the order of the gathers
     model.zero_grad()
     ones = {name: torch.ones_like(tensor) for name, tensor in get_model_state_dict(model).items()}
     try:
@@ -82,7 +83,7 @@ def main():
     except ArithmeticError:
         model.zero_grad()
     set_model_state_dict(model, ones)
-    # Of ones, each layer doubles what it is given.
+    # With weights of ones, each layer doubles its input.
     got, wanted = model(x).detach(), torch.full((1, 2), 4.0)
     if not torch.equal(got, wanted):
         print(f"repro: REPRODUCED: {got.tolist()} is {SIGNATURE}, expected {wanted.tolist()}\n", end="", flush=True)

@@ -1,8 +1,8 @@
-"""FSDP2 gives wrong gradients to a layer in two reentrant checkpoints.
+"""FSDP2 computes wrong gradients for a layer that is in two reentrant checkpoints.
 
 id: reentrant-two-regions
 engine: fsdp2
-symptom: a layer with a group of its own, in two reentrant checkpoints of one loss, gets a wrong gradient without a word
+symptom: a layer with its own group, in two reentrant checkpoints of one loss, silently gets a wrong gradient
 reported: no report known
 affects: >=2.13.0
 fixed: not yet
@@ -15,15 +15,15 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=1 repro/fsdp2_noreport_reentrant_two_regions.py
 
-Silent. Between the regions' backwards the layer's FSDP state stays PRE_BACKWARD, so the second recomputation goes past
-its hooks (FSDPState._pre_forward), and the end of backward passes over a group that has reduced once
-(_root_post_backward_final_callback). So the second region's gradient stays, unreduced, on the gathered weights, and
-those stay gathered. Checkpoints that are not reentrant are right. 2.8.0 is right
-here, and raises "got mixed torch.Tensor and DTensor" (153354) for a layer of more than one weight.
+The failure is silent. Between the regions' backwards the layer's FSDP state stays PRE_BACKWARD, so the second
+recomputation skips the layer's hooks (FSDPState._pre_forward). The end of backward skips a group that has already
+reduced once (_root_post_backward_final_callback). So the second region's gradient stays unreduced on the gathered
+weights, and these weights stay gathered. Checkpoints that are not reentrant are right. 2.8.0 is right here, and raises
+"got mixed torch.Tensor and DTensor" (153354) for a layer of more than one weight.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""FSDP2 loses gradients that wait for the all-reduce over replicas if the last micro-batch does not use them.
+"""FSDP2 loses gradients that wait for the all-reduce over replicas if the last micro-batch does not use their layer.
 
 id: replicas-lose-gradient
 engine: fsdp2
@@ -15,12 +15,13 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=2 repro/fsdp2_noreport_replicas_lose_gradient.py
 
-The all-reduce is part of a group's own backward. A group that the last micro-batch of an accumulation does not use
-keeps its earlier gradients, reduced over its shards only, in a private attribute, and the optimizer sees none.
+The all-reduce is part of a group's own backward. A group that the last micro-batch of an accumulation window does not
+use keeps its earlier gradients in a private attribute, reduced over its shards only, and the optimizer does not see
+them.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys

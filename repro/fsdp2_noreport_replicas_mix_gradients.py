@@ -1,8 +1,8 @@
-"""FSDP2 adds the gradient of one parameter to another if micro-batches before the all-reduce use different ones.
+"""FSDP2 adds one parameter's gradient to another's if micro-batches before the all-reduce use different parameters.
 
 id: replicas-mix-gradients
 engine: fsdp2
-symptom: with set_requires_all_reduce(False) the gradient of a weight is added to another weight, silently
+symptom: with set_requires_all_reduce(False), FSDP2 silently adds the gradient of one weight to another weight
 reported: no report known
 affects: >=2.13.0
 fixed: not yet
@@ -16,13 +16,14 @@ Run it with nothing but torch installed:
     torchrun --standalone --nproc_per_node=2 repro/fsdp2_noreport_replicas_mix_gradients.py
 
 Gradients that wait for the all-reduce over replicas are one flat buffer per group, of the parameters that had a
-gradient in that backward. The next backward adds its own buffer to it, whatever parameters that one has: if both are
-equally long, gradients are mixed, otherwise "The size of tensor a must match the size of tensor b" is raised. With
-set_requires_gradient_sync(False), which also delays the reduce-scatter, it is right.
+gradient in that backward. The next backward adds its own buffer to this one, without a check that both have the same
+parameters. If both buffers are equally long, gradients are mixed; otherwise FSDP2 raises "The size of tensor a must
+match the size of tensor b". With set_requires_gradient_sync(False), which also delays the reduce-scatter, the gradients
+are right.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys
@@ -47,7 +48,7 @@ class Layers(nn.Module):
 
 
 def train(setter):
-    """The gradients of two micro-batches, the first of which uses ``first`` and the second ``second``."""
+    """Return the gradients of two micro-batches; the first micro-batch uses ``first``, the second ``second``."""
     model = fully_shard(Layers(), mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
     for is_last in (False, True):
         getattr(model, setter)(is_last)

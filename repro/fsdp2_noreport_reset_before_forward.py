@@ -1,8 +1,8 @@
-"""FSDP2 cannot reset its iteration state before the first forward.
+"""FSDP2's reset_iter_state() raises before the first forward.
 
 id: reset-before-forward
 engine: fsdp2
-symptom: reset_iter_state() before the first forward is an AttributeError
+symptom: reset_iter_state() before the first forward raises an AttributeError
 reported: no report known
 affects: >=2.13.0
 fixed: not yet
@@ -15,11 +15,11 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=1 repro/fsdp2_noreport_reset_before_forward.py
 
-What reset_iter_state() reads is created by the first forward. After a forward and a backward it works.
+reset_iter_state() reads attributes that only the first forward creates. After a forward and a backward it works.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys

@@ -2,7 +2,7 @@
 
 id: reset-keeps-gradients
 engine: fsdp2
-symptom: after an exception within a backward, reset_iter_state and zero_grad, the next gradient holds the failed one's
+symptom: after a failed backward, reset_iter_state and zero_grad, the next gradient contains the failed backward's
 reported: no report known
 affects: >=2.13.0
 fixed: not yet
@@ -15,13 +15,13 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=1 repro/fsdp2_noreport_reset_keeps_gradients.py
 
-"The failed iteration's gradients are lost", its documentation says. They stay on the gathered parameters, where
-zero_grad does not see them, and _reset_iter_state drops nothing there. Without reset_iter_state the next iteration
-leaves every parameter without a gradient. 2.8.0 has no reset_iter_state (forward-after-exception).
+The documentation says: "The failed iteration's gradients are lost". But the gradients stay on the gathered parameters,
+where zero_grad does not see them, and _reset_iter_state drops nothing there. Without reset_iter_state the next
+iteration leaves every parameter without a gradient. 2.8.0 has no reset_iter_state (forward-after-exception).
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import os
@@ -37,7 +37,7 @@ OK = "repro: a failed backward is forgotten by reset_iter_state OK."
 
 
 class Breaks(torch.autograd.Function):
-    """Passes its input through; its backward raises."""
+    """Return the input in forward; raise in backward."""
 
     @staticmethod
     def forward(ctx, x):

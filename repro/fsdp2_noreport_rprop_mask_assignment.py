@@ -2,7 +2,7 @@
 
 id: rprop-mask-assignment
 engine: fsdp2
-symptom: the first step of torch.optim.Rprop over sharded parameters is a RuntimeError of DTensor
+symptom: the first step of torch.optim.Rprop over sharded parameters raises a RuntimeError of DTensor
 reported: no report known
 affects: ==2.13.0
 fixed: 2.15.0
@@ -15,12 +15,12 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=1 repro/fsdp2_noreport_rprop_mask_assignment.py
 
-Rprop assigns by a mask (sign[sign.gt(0)] = etaplus), for which DTensor has no rule that keeps the shard. Torch's ten
-other elementwise optimizers work. 2.8.0 raises "got mixed torch.Tensor and DTensor" instead.
+Rprop assigns by a mask (sign[sign.gt(0)] = etaplus), and DTensor has no rule that keeps the shard in such an
+assignment. Torch's ten other elementwise optimizers work. 2.8.0 raises "got mixed torch.Tensor and DTensor" instead.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import os

@@ -1,8 +1,8 @@
-"""FSDP2 refuses a parameter of no dimensions.
+"""fully_shard raises for a model with a parameter without dimensions.
 
 id: scalar-parameter-refused
 engine: fsdp2
-symptom: fully_shard of a model with a scalar parameter is a ValueError, which its documentation does not mention
+symptom: fully_shard of a model with a scalar parameter raises a ValueError, which its documentation does not mention
 reported: no report known
 affects: >=2.8.0
 fixed: not yet
@@ -15,12 +15,12 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=1 repro/fsdp2_noreport_scalar_parameter_refused.py
 
-A parameter is sharded along dimension 0, and a scalar has none. What is left out by ignored_params is not reduced
-either, so that is the caller's to do then.
+FSDP2 shards a parameter along dimension 0, and a scalar has no dimension. FSDP2 does not reduce a parameter in
+ignored_params, so the caller has to reduce its gradient.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import os

@@ -1,8 +1,8 @@
-"""clip_grad_norm_ over the parameters of FSDP2 clips by another norm than it returns.
+"""clip_grad_norm_ over the parameters of FSDP2 clips by another norm than the norm that it returns.
 
 id: small-norms-clipped
 engine: fsdp2
-symptom: clip_grad_norm_ over sharded parameters scales by another number than max_norm / (norm + 1e-6)
+symptom: clip_grad_norm_ over sharded parameters scales by another factor than max_norm / (norm + 1e-6)
 reported: no report known
 affects: ==2.8.0
 fixed: 2.13.0
@@ -16,12 +16,12 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=2 repro/fsdp2_noreport_small_norms_clipped.py
 
-The norm is a DTensor that is still to be reduced over the ranks when 1e-6 is added to it: on every rank, and not once.
-For norms far above 1e-6 that is seen in the last bits alone; here the gradients are small.
+The norm is a DTensor that is not yet reduced over the ranks when clip_grad_norm_ adds 1e-6 to it, so every rank adds
+1e-6. For norms far above 1e-6 only the last bits differ; here the gradients are small.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import os

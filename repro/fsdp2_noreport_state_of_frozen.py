@@ -1,8 +1,8 @@
-"""A load leaves out the optimizer state of a parameter that is frozen at the time.
+"""set_state_dict does not load the optimizer state of a parameter that is frozen during the load.
 
 id: state-of-frozen
 engine: fsdp2
-symptom: set_state_dict loads no moments of a parameter that is frozen at the time
+symptom: set_state_dict loads no moments of a parameter that is frozen during the load
 reported: no report known
 affects: ==2.13.0
 fixed: not yet
@@ -15,11 +15,11 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=1 repro/fsdp2_noreport_state_of_frozen.py
 
-The optimizer's own state_dict has the state of a parameter that was trained before it was frozen.
+The optimizer's own state_dict contains the state of a parameter that was trained before it was frozen.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import os

@@ -1,8 +1,8 @@
-"""FSDP2 computes with old weights after an evaluation before the step.
+"""FSDP2 computes with old weights after an evaluation between backward and step.
 
 id: step-after-evaluation
 engine: fsdp2
-symptom: backward, evaluation, step: the next forward uses the weights from before the step, silently
+symptom: after backward, evaluation and step, the next forward silently uses the weights from before the step
 reported: no report known
 affects: >=2.8.0
 fixed: not yet
@@ -16,13 +16,13 @@ Run it with nothing but torch installed:
     torchrun --standalone --nproc_per_node=1 repro/fsdp2_noreport_step_after_evaluation.py
 
 With reshard_after_forward=False, which is the default of the root, the weights that the evaluation gathered stay until
-a backward frees them. The step changes the shards; the next forward finds gathered weights and gathers none.
-What frees them after the evaluation is reshard() of every module that fully_shard was applied to (that of the root
-reshards its own group alone), or reset_iter_state() of the root.
+a backward frees them. The step changes the shards; the next forward finds gathered weights and gathers none. To free
+them after the evaluation, call reshard() of every module that fully_shard was applied to (reshard() of the root
+reshards only its own group), or reset_iter_state() of the root.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import os
@@ -47,7 +47,7 @@ def start():
 
 
 def outputs(model, x):
-    """The output before and after one step, with an evaluation between backward and step."""
+    """Return the output before and after one step, with an evaluation between backward and step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     before = model(x)
     before.sum().backward()

@@ -1,8 +1,8 @@
-"""FSDP2 computes with new weights where PyTorch refuses a backward after a step.
+"""FSDP2 runs a backward on a graph from before a step with new weights, although PyTorch raises in this case.
 
 id: step-between-backwards
 engine: fsdp2
-symptom: backward on a retained graph after optimizer.step() gives a gradient of mixed weights instead of an error
+symptom: a backward on a retained graph after optimizer.step() gives a gradient of mixed weights instead of an error
 reported: no report known
 affects: >=2.8.0
 fixed: not yet
@@ -16,12 +16,12 @@ Run it with nothing but torch installed:
     torchrun --standalone --nproc_per_node=1 repro/fsdp2_noreport_step_between_backwards.py
 
 PyTorch raises "one of the variables needed for gradient computation has been modified by an inplace operation". FSDP2
-gathers the new weights into the storages that the graph has saved, and keeps their version counters as they were
-(_unsafe_preserve_version_counter in _fsdp_collectives.py), so autograd notices nothing.
+gathers the new weights into the storages that the graph has saved, and preserves their version counters
+(_unsafe_preserve_version_counter in _fsdp_collectives.py), so autograd does not notice the change.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import os
@@ -63,7 +63,10 @@ def second_gradient(model, x):
 
 
 def two_layers():
-    """2 and 3: the output is 6 x, the gradients 3 x and 2 x, and the weights after a step 2 - 3 x and 3 - 2 x."""
+    """Return two layers with the weights 2 and 3.
+
+    The output is 6 x, the gradients are 3 x and 2 x, and the weights after a step are 2 - 3 x and 3 - 2 x.
+    """
     model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
     nn.init.constant_(model[0].weight, 2.0)
     nn.init.constant_(model[1].weight, 3.0)

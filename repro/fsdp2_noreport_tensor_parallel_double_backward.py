@@ -1,8 +1,8 @@
-"""A gradient penalty through layers that tensor parallelism splits has no gradient, silently.
+"""A double backward through layers that tensor parallelism splits silently loses the gradient of a gradient penalty.
 
 id: tensor-parallel-double-backward
 engine: fsdp2
-symptom: with parallelize_module, a backward of a gradient (create_graph=True) silently gives zeros
+symptom: with parallelize_module, the double backward of a penalty (create_graph=True) silently adds no gradient
 reported: no report known
 affects: ==2.13.0
 fixed: not yet
@@ -16,12 +16,13 @@ Run it with nothing but torch installed:
     torchrun --standalone --nproc_per_node=2 repro/fsdp2_noreport_tensor_parallel_double_backward.py
 
 The loss is the sum of squares of the gradient with respect to the input, as in a gradient penalty, plus the sum of the
-outputs. Its gradient with respect to the input should be that of plain PyTorch, which needs no collective of FSDP2.
-With a column-wise and a row-wise layer the first gradient is right, and the part of the penalty is lost.
+outputs. The gradient of the loss with respect to the input should equal that of plain PyTorch; it needs no collective
+of FSDP2. With a column-wise and a row-wise layer the first gradient is right, but the penalty's part of the second
+gradient is lost.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys

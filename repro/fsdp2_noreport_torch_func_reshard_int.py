@@ -1,4 +1,4 @@
-"""FSDP2 cannot be transformed by torch.func if it reshards to a smaller group of ranks.
+"""torch.func.grad of an FSDP2 model raises if FSDP2 reshards to a smaller group of ranks.
 
 id: torch-func-reshard-int
 engine: fsdp2
@@ -15,12 +15,12 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=4 repro/fsdp2_noreport_torch_func_reshard_int.py
 
-Resharding to the smaller group makes new parameters within the forward, and calls requires_grad_() on them, which a
-transform forbids. With reshard_after_forward=True it is right.
+When FSDP2 reshards to the smaller group, it makes new parameters within the forward and calls requires_grad_() on them,
+which a transform forbids. With reshard_after_forward=True the transform is right.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys

@@ -1,8 +1,8 @@
-"""FSDP2 cannot be transformed by torch.func while gradients of a micro-batch wait for their reduction.
+"""torch.func.grad of an FSDP2 model raises while gradients of a micro-batch wait for their reduction.
 
 id: torch-func-unreduced
 engine: fsdp2
-symptom: torch.func.grad of a model with unreduced gradients reduces them, and mutates a captured tensor
+symptom: torch.func.grad of a model with unreduced gradients reduces them and mutates a captured tensor
 reported: no report known
 affects: >=2.13.0
 fixed: not yet
@@ -15,14 +15,15 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=2 repro/fsdp2_noreport_torch_func_unreduced.py
 
-The backward within the transform computes no gradient of a weight, but reduces those that an earlier backward under
-set_requires_gradient_sync(False) left behind, by in-place copies, which a transform forbids. With one rank the
-transform ends, and what it reduced is a tensor of the transform, without a storage, in which the optimizer's step then
-fails. torch.autograd.grad in the place of torch.func.grad, and a transform without gradients that wait, are right.
+The backward within the transform computes no gradient of a weight. But it reduces the gradients that an earlier
+backward under set_requires_gradient_sync(False) left behind, by in-place copies, which a transform forbids. On one rank
+the transform ends, but the reduced gradient is a tensor of the transform without a storage, and the optimizer's step
+fails on this tensor. torch.autograd.grad instead of torch.func.grad is right, and so is a transform without waiting
+gradients.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""FSDP2 cannot be transformed by torch.func with set_reduce_scatter_unused_params.
+"""torch.func.grad of an FSDP2 model raises with set_reduce_scatter_unused_params.
 
 id: torch-func-unused-zeros
 engine: fsdp2
@@ -15,12 +15,12 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=2 repro/fsdp2_noreport_torch_func_unused_zeros.py
 
-The zeros of unused parameters are reduced by in-place copies within the backward, which a transform forbids. Without
+FSDP2 reduces the zeros of unused parameters by in-place copies within the backward, which a transform forbids. Without
 the option torch.func.grad with respect to the input is right.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys

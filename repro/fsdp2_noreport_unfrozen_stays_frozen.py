@@ -1,8 +1,8 @@
-"""With reshard_after_forward=False weights that are unfrozen after a forward stay frozen in the next one.
+"""With reshard_after_forward=False, weights that are unfrozen after a forward stay frozen in the next forward.
 
 id: unfrozen-stays-frozen
 engine: fsdp2
-symptom: element 0 of tensors does not require grad, after an evaluation of a frozen model that is unfrozen then
+symptom: unfreezing after an evaluation of a frozen model: element 0 of tensors does not require grad
 reported: no report known
 affects: ==2.13.0
 fixed: not yet
@@ -15,13 +15,13 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=1 repro/fsdp2_noreport_unfrozen_stays_frozen.py
 
-The forward leaves the full weights in place, with requires_grad as it was when they were gathered. requires_grad_ of
-the sharded parameters, those that the optimizer has, does not reach them. With reshard_after_forward=True the next
-forward gathers anew.
+The forward leaves the full weights in place, with the requires_grad that they had when they were gathered.
+requires_grad_ of the sharded parameters, which the optimizer has, does not change the full weights. With
+reshard_after_forward=True the next forward gathers the weights again.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import os
@@ -49,7 +49,7 @@ def main():
     rank = start()
     model = nn.Linear(2, 2)
     fully_shard(model, reshard_after_forward=False)
-    model.set_gradient_divide_factor(dist.get_world_size())  # gloo has no average
+    model.set_gradient_divide_factor(dist.get_world_size())  # gloo does not support the average
     weights = list(model.parameters())
     for weight in weights:
         weight.requires_grad_(False)

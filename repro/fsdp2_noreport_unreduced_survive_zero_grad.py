@@ -1,4 +1,4 @@
-"""FSDP2 keeps unreduced gradients in reduce_dtype where no public function drops them.
+"""With a reduce_dtype, FSDP2 keeps unreduced gradients that zero_grad does not drop and the next backward adds.
 
 id: unreduced-survive-zero-grad
 engine: fsdp2
@@ -15,13 +15,13 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=2 repro/fsdp2_noreport_unreduced_survive_zero_grad.py
 
-With a reduce_dtype other than the parameter's, unreduced gradients are not in .grad of the unsharded parameters but
-in a private attribute (FSDPParam.unsharded_accumulated_grad). zero_grad on shards and on unsharded parameters, and
-reset_iter_state(), documented to discard gradients of an iteration, leave them there.
+With a reduce_dtype other than the parameter's dtype, unreduced gradients are not in .grad of the unsharded parameters
+but in a private attribute (FSDPParam.unsharded_accumulated_grad). zero_grad on shards and on unsharded parameters does
+not drop them. reset_iter_state(), which is documented to discard gradients of an iteration, does not drop them either.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys

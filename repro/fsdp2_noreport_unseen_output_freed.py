@@ -1,8 +1,8 @@
-"""A segmentation fault in backward of an FSDP2 model that returns a dataclass.
+"""The backward of an FSDP2 model that returns a dataclass ends in a segmentation fault.
 
 id: unseen-output-freed
 engine: fsdp2
-symptom: SIGSEGV in the backward of a model that returns a dataclass, with reshard_after_forward=True
+symptom: with reshard_after_forward=True, SIGSEGV ends the backward of a model that returns a dataclass
 reported: no report known
 affects: ==2.8.0
 fixed: 2.13.0
@@ -16,13 +16,13 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=1 repro/fsdp2_noreport_unseen_output_freed.py
 
-The root's forward frees its weights, and hooks on the outputs gather them for the backward. In a dataclass FSDP2 2.8
-finds no outputs, so the backward reads a weight of the root's own, factor, from memory that has been given back. The
-fault ends the process, so the backward runs in one of its own.
+The root's forward frees its weights, and hooks on the outputs gather them for the backward. FSDP2 2.8 finds no outputs
+in a dataclass, so the backward reads factor, a weight of the root itself, from freed memory. The segmentation fault
+ends the process, so the script runs the backward in a process of its own.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import dataclasses
@@ -78,7 +78,7 @@ def train():
 
 
 def main():
-    # With faulthandler a process says where it was when the signal came.
+    # faulthandler prints where the process was when the signal came.
     command = [sys.executable, "-X", "faulthandler", __file__, "train"]
     child = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if child.returncode == -signal.SIGSEGV and "in _engine_run_backward" in child.stdout:

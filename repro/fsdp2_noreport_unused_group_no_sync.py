@@ -1,8 +1,8 @@
-"""FSDP2 crashes without gradient sync if a group was never used and gradients have a reduce_dtype.
+"""FSDP2 raises in a backward without gradient sync if a group was never used and gradients have a reduce_dtype.
 
 id: unused-group-no-sync
 engine: fsdp2
-symptom: a backward under set_requires_gradient_sync(False) has no attribute '_unsharded_param'
+symptom: a backward under set_requires_gradient_sync(False) raises AttributeError: no attribute '_unsharded_param'
 reported: no report known
 affects: >=2.13.0
 fixed: not yet
@@ -15,12 +15,12 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=2 repro/fsdp2_noreport_unused_group_no_sync.py
 
-The end of a backward converts the gradients of every group to reduce_dtype, also of a group that has not been
-gathered yet and so has no unsharded parameter. Without reduce_dtype, or with sync, it is right.
+The end of a backward converts the gradients of every group to reduce_dtype. This includes a group that FSDP2 has not
+gathered yet, which has no unsharded parameter. Without reduce_dtype, or with gradient sync, the backward is right.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys

@@ -1,8 +1,8 @@
-"""The optimizer makes a step before the first backward.
+"""fully_shard_optimizer of Megatron-FSDP makes an optimizer step before the first backward.
 
 id: 5974
 engine: megatron_fsdp
-symptom: fully_shard_optimizer makes a step on zero gradients: weights decay, and Adam counts from 1
+symptom: fully_shard_optimizer makes a step on zero gradients: weights decay, and Adam's count starts at 1
 reported: https://github.com/NVIDIA/Megatron-LM/issues/5974
 affects: >=0.6.1
 fixed: not yet
@@ -15,16 +15,16 @@ Run it with nothing but torch, einops and megatron-fsdp installed:
 
     torchrun --standalone --nproc_per_node=2 repro/megatron_fsdp_5974_step_before_training.py
 
-To have state into which a checkpoint can be read, fully_shard_optimizer sets all gradients to zero and calls step().
-AdamW multiplies the weights by 1 - lr * weight_decay then, and corrects the bias of its first real step as that of the
-second.
+To create state into which a checkpoint can be read, fully_shard_optimizer sets all gradients to zero and calls step().
+In this step AdamW multiplies the weights by 1 - lr * weight_decay. Later AdamW corrects the bias of its first real step
+as that of a second step.
 
-On a CPU the script replaces what Megatron-FSDP takes of torch.cuda: streams, which have nothing to wait for, and the
-number of the device.
+On a CPU the script replaces the parts of torch.cuda that Megatron-FSDP uses: streams, which have nothing to wait for,
+and the number of the device.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys

@@ -1,8 +1,8 @@
-"""A rank whose part of a weight is empty has no gradient of it, which torch's clip_grad_norm_ needs on every rank.
+"""Megatron-FSDP gives a rank with an empty part of a weight no gradient, so clip_grad_norm_ mixes up the norms.
 
 id: megatron-clip-grad-norm
 engine: megatron_fsdp
-symptom: at stage 3 a rank with an empty part of a weight lacks its gradient, and clip_grad_norm_ reduces others there
+symptom: at stage 3, a rank with an empty part of a weight lacks its gradient, so clip_grad_norm_ reduces other norms
 reported: no report known
 affects: >=0.6.1
 fixed: not yet
@@ -15,16 +15,16 @@ Run it with nothing but torch, einops and megatron-fsdp installed:
 
     torchrun --standalone --nproc_per_node=2 repro/megatron_fsdp_noreport_clip_grad_norm.py
 
-A rank whose part of a weight is empty gets None as its gradient (update_main_grads), and its peers get DTensors.
-clip_grad_norm_ of torch skips None, so that ranks reduce the norms of different weights together: the result is wrong,
-or a rank waits for ever. The script compares which gradients the ranks have, and does not call it.
+A rank whose part of a weight is empty gets None as the weight's gradient (update_main_grads), and the other ranks get
+DTensors. torch's clip_grad_norm_ skips None, so ranks reduce the norms of different weights together: the result is
+wrong, or a rank waits forever. The script compares which gradients the ranks have, and does not call clip_grad_norm_.
 
-On a CPU the script replaces what Megatron-FSDP takes of torch.cuda: streams, which have nothing to wait for, and the
-number of the device.
+On a CPU the script replaces the parts of torch.cuda that Megatron-FSDP uses: streams, which have nothing to wait for,
+and the number of the device.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys
@@ -79,7 +79,7 @@ def report(found):
 
 def main():
     wrapped = fully_shard_model(nn.Sequential(nn.Linear(3, 5)), **arguments([nn.Linear]))
-    wrapped.ddp_config.gradient_reduce_div_fusion = False  # gloo has no PREMUL_SUM
+    wrapped.ddp_config.gradient_reduce_div_fusion = False  # gloo does not support PREMUL_SUM
     wrapped(torch.ones(2, 3)).sum().backward()
     missing = [name for name, weight in wrapped.named_parameters() if weight.grad is None]
     return report(f"{', '.join(missing)} on one rank" if missing else "")

@@ -1,8 +1,8 @@
-"""After an exception in backward no later backward gives gradients.
+"""After an exception in a backward, no later backward of Megatron-FSDP gives gradients.
 
 id: megatron-exception-in-backward
 engine: megatron_fsdp
-symptom: after an exception in backward, no later backward gives a gradient, silently
+symptom: after an exception in a backward, every later backward silently gives no gradient
 reported: no report known
 affects: >=0.6.1
 fixed: not yet
@@ -15,16 +15,16 @@ Run it with nothing but torch, einops and megatron-fsdp installed:
 
     torchrun --standalone --nproc_per_node=2 repro/megatron_fsdp_noreport_exception_in_backward.py
 
-The hook of the root's output queues the end of a backward, which reduces gradients and attaches them to the weights,
-unless it has queued one already (_root_pre_backward_hook_issued). The end itself resets this flag. A backward that
-raises has no end, so that no later one gets one. zero_grad() does not reset it.
+The end of a backward reduces gradients and attaches them to the weights. The hook of the root's output queues this end,
+unless it has already queued one (_root_pre_backward_hook_issued). The end itself resets this flag. A backward that
+raises never runs its end, so no later backward queues one. zero_grad() does not reset the flag.
 
-On a CPU the script replaces what Megatron-FSDP takes of torch.cuda: streams, which have nothing to wait for, and the
-number of the device.
+On a CPU the script replaces the parts of torch.cuda that Megatron-FSDP uses: streams, which have nothing to wait for,
+and the number of the device.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys
@@ -90,7 +90,7 @@ class Raise(torch.autograd.Function):
 def main():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     wrapped = fully_shard_model(model, **arguments([nn.Linear]))
-    wrapped.ddp_config.gradient_reduce_div_fusion = False  # gloo has no PREMUL_SUM
+    wrapped.ddp_config.gradient_reduce_div_fusion = False  # gloo does not support PREMUL_SUM
     hook = model[1].register_forward_pre_hook(lambda module, inputs: (Raise.apply(*inputs),))
     try:
         wrapped(torch.ones(2, 4)).sum().backward()

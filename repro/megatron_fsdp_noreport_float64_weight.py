@@ -1,8 +1,8 @@
-"""A weight in float64 is a KeyError.
+"""Megatron-FSDP raises KeyError for a model with a float64 weight.
 
 id: megatron-float64-weight
 engine: megatron_fsdp
-symptom: a model with a weight in float64 cannot be built: KeyError: torch.float64
+symptom: building a model with a float64 weight raises KeyError: torch.float64
 reported: no report known
 affects: >=0.6.1
 fixed: not yet
@@ -17,12 +17,12 @@ Run it with nothing but torch, einops and megatron-fsdp installed:
 
 The dictionary that counts the elements of buffers by dtype has no entry for float64 (param_and_grad_buffer.py).
 
-On a CPU the script replaces what Megatron-FSDP takes of torch.cuda: streams, which have nothing to wait for, and the
-number of the device.
+On a CPU the script replaces the parts of torch.cuda that Megatron-FSDP uses: streams, which have nothing to wait for,
+and the number of the device.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys

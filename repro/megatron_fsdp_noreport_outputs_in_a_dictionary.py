@@ -1,8 +1,8 @@
-"""A loss in a dictionary gives no gradients if the last submodule is not used.
+"""With Megatron-FSDP, a loss in a dictionary gives no gradients if it does not use the last submodule.
 
 id: megatron-outputs-in-a-dictionary
 engine: megatron_fsdp
-symptom: a loss in a dictionary that does not use the last submodule gives no gradients, silently
+symptom: a loss in a dictionary that does not use the last submodule silently gives no gradients
 reported: no report known
 affects: >=0.6.1
 fixed: not yet
@@ -15,16 +15,16 @@ Run it with nothing but torch, einops and megatron-fsdp installed:
 
     torchrun --standalone --nproc_per_node=2 repro/megatron_fsdp_noreport_outputs_in_a_dictionary.py
 
-The hook that begins a backward is registered on the tensors of the root's output, which are looked for in a tensor, a
-tuple or a list (create_custom_backward_hook), and on the output of the last submodule. Without that hook nothing ends
-the backward, which attaches the reduced gradients to the weights.
+Megatron-FSDP registers the hook that begins a backward on the tensors of the root's output, and on the output of the
+last submodule. It looks for these tensors only in a tensor, a tuple or a list (create_custom_backward_hook). Without
+that hook the end of the backward, which attaches the reduced gradients to the weights, never runs.
 
-On a CPU the script replaces what Megatron-FSDP takes of torch.cuda: streams, which have nothing to wait for, and the
-number of the device.
+On a CPU the script replaces the parts of torch.cuda that Megatron-FSDP uses: streams, which have nothing to wait for,
+and the number of the device.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys
@@ -89,7 +89,7 @@ class Model(nn.Module):
 
 def main():
     wrapped = fully_shard_model(Model(), **arguments([nn.Linear]))
-    wrapped.ddp_config.gradient_reduce_div_fusion = False  # gloo has no PREMUL_SUM
+    wrapped.ddp_config.gradient_reduce_div_fusion = False  # gloo does not support PREMUL_SUM
     wrapped(torch.ones(2, 4))["loss"].backward()
     grads = sum(weight.grad is not None for weight in wrapped.parameters())
     return report("" if grads else "after the backward of a loss in a dictionary")

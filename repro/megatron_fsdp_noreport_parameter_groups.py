@@ -1,8 +1,8 @@
-"""fully_shard drops the parameter groups of an optimizer.
+"""Megatron-FSDP's fully_shard drops the parameter groups of an optimizer.
 
 id: megatron-parameter-groups
 engine: megatron_fsdp
-symptom: fully_shard puts all parameters into one group, so that the rates of groups are lost, silently
+symptom: fully_shard silently puts all parameters into one group, so the learning rates of groups are lost
 reported: no report known
 affects: >=0.6.1
 fixed: not yet
@@ -15,15 +15,16 @@ Run it with nothing but torch, einops and megatron-fsdp installed:
 
     torchrun --standalone --nproc_per_node=2 repro/megatron_fsdp_noreport_parameter_groups.py
 
-fully_shard clears optimizer.param_groups and adds one group of all parameters. Each of them gets the optimizer's
-defaults. fully_shard_model and fully_shard_optimizer, which fully_shard calls, keep groups that are made in between.
+fully_shard clears optimizer.param_groups and adds one group of all parameters. Every parameter gets the optimizer's
+defaults. fully_shard calls fully_shard_model and fully_shard_optimizer, which keep groups that the caller makes between
+the two calls.
 
-On a CPU the script replaces what Megatron-FSDP takes of torch.cuda: streams, which have nothing to wait for, and the
-number of the device.
+On a CPU the script replaces the parts of torch.cuda that Megatron-FSDP uses: streams, which have nothing to wait for,
+and the number of the device.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys

@@ -1,8 +1,8 @@
-"""A backward on a graph from before a step is not refused.
+"""Megatron-FSDP runs a backward on a graph from before a step, although PyTorch raises in this case.
 
 id: megatron-retained-over-step
 engine: megatron_fsdp
-symptom: at stage 0 a backward on a retained graph after a step uses the weights from before it, silently
+symptom: at stage 0, a backward on a retained graph after a step silently uses the weights from before the step
 reported: no report known
 affects: >=0.6.1
 fixed: not yet
@@ -15,15 +15,15 @@ Run it with nothing but torch, einops and megatron-fsdp installed:
 
     torchrun --standalone --nproc_per_node=2 repro/megatron_fsdp_noreport_retained_over_step.py
 
-The step changes the optimizer's weights, which are copied into those of the model. The graph has saved these, and a
-copy into param.data leaves their version as it was, so that autograd does not notice.
+The step changes the optimizer's weights, and Megatron-FSDP copies them into the weights of the model. The graph has
+saved the model's weights. A copy into param.data does not change their version, so autograd does not notice it.
 
-On a CPU the script replaces what Megatron-FSDP takes of torch.cuda: streams, which have nothing to wait for, and the
-number of the device.
+On a CPU the script replaces the parts of torch.cuda that Megatron-FSDP uses: streams, which have nothing to wait for,
+and the number of the device.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys
@@ -78,7 +78,7 @@ def report(found):
 
 def main():
     wrapped = fully_shard_model(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), **arguments([nn.Linear]))
-    wrapped.ddp_config.gradient_reduce_div_fusion = False  # gloo has no PREMUL_SUM
+    wrapped.ddp_config.gradient_reduce_div_fusion = False  # gloo does not support PREMUL_SUM
     optimizer = fully_shard_optimizer(torch.optim.SGD(wrapped.parameters(), lr=0.5))
     loss = wrapped(torch.ones(2, 4)).square().sum()
     loss.backward(retain_graph=True)

@@ -1,8 +1,8 @@
-"""A step after an evaluation is not seen by the next forward.
+"""After an evaluation between backward and step, the next forward of Megatron-FSDP uses weights from before the step.
 
 id: megatron-step-after-evaluation
 engine: megatron_fsdp
-symptom: after an evaluation between backward and step, a forward uses older weights of the root, silently
+symptom: after an evaluation between backward and step, a forward silently uses older weights of the root
 reported: no report known
 affects: >=0.6.1
 fixed: not yet
@@ -16,15 +16,15 @@ Run it with nothing but torch, einops and megatron-fsdp installed:
     torchrun --standalone --nproc_per_node=2 repro/megatron_fsdp_noreport_step_after_evaluation.py
 
 Weights outside of the units stay gathered after a forward, and the end of a backward marks them for another gather. A
-forward without a backward gathers them, and after it they count as ready: the step changes the shards, and the next
-forward takes what was gathered before.
+forward without a backward gathers these weights, and they count as ready afterwards. The step changes the shards, and
+the next forward uses the weights that were gathered before.
 
-On a CPU the script replaces what Megatron-FSDP takes of torch.cuda: streams, which have nothing to wait for, and the
-number of the device.
+On a CPU the script replaces the parts of torch.cuda that Megatron-FSDP uses: streams, which have nothing to wait for,
+and the number of the device.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys
@@ -90,7 +90,7 @@ class Model(nn.Module):
 def main():
     torch.manual_seed(0)
     wrapped = fully_shard_model(Model(), **arguments([nn.Linear]))
-    wrapped.ddp_config.gradient_reduce_div_fusion = False  # gloo has no PREMUL_SUM
+    wrapped.ddp_config.gradient_reduce_div_fusion = False  # gloo does not support PREMUL_SUM
     optimizer = fully_shard_optimizer(torch.optim.SGD(wrapped.parameters(), lr=0.5))
     scale = dict(wrapped.module.named_parameters())["scale"]  # this rank's shard, which the optimizer steps
     wrapped(torch.ones(2, 4)).sum().backward()

@@ -1,8 +1,8 @@
-"""The second of two losses of one forward has no backward.
+"""With Megatron-FSDP, the backward of the second of two losses of one forward raises.
 
 id: megatron-two-backwards
 engine: megatron_fsdp
-symptom: after one forward the second of two backwards raises KeyError at stage 3
+symptom: after one forward, the second of two backwards raises KeyError at stage 3
 reported: no report known
 affects: >=0.6.1
 fixed: not yet
@@ -15,15 +15,15 @@ Run it with nothing but torch, einops and megatron-fsdp installed:
 
     torchrun --standalone --nproc_per_node=2 repro/megatron_fsdp_noreport_two_backwards.py
 
-The end of a backward is that of the whole model: it replaces the weights by DTensors (finish_grad_sync). The hooks of a
-second backward look up what a module has as its weights then, and find no buffer of it.
+The end of a backward treats the backward of the whole model as done: it replaces the weights by DTensors
+(finish_grad_sync). The hooks of a second backward look up the current weights of a module, and find no buffer for them.
 
-On a CPU the script replaces what Megatron-FSDP takes of torch.cuda: streams, which have nothing to wait for, and the
-number of the device.
+On a CPU the script replaces the parts of torch.cuda that Megatron-FSDP uses: streams, which have nothing to wait for,
+and the number of the device.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys
@@ -87,7 +87,7 @@ class Model(nn.Module):
 
 def main():
     wrapped = fully_shard_model(Model(), **arguments([nn.Linear]))
-    wrapped.ddp_config.gradient_reduce_div_fusion = False  # gloo has no PREMUL_SUM
+    wrapped.ddp_config.gradient_reduce_div_fusion = False  # gloo does not support PREMUL_SUM
     first, second = wrapped(torch.ones(2, 4))
     first.sum().backward()
     try:

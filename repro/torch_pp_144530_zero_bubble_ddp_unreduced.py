@@ -2,7 +2,7 @@
 
 id: 144530
 engine: torch_pp
-symptom: a zero-bubble schedule leaves each rank of a stage in DDP with gradients of its own, silently
+symptom: a zero-bubble schedule silently leaves each rank of a stage in DDP with its own gradients
 reported: https://github.com/pytorch/pytorch/issues/144530
 affects: ==2.13.0
 fixed: not yet
@@ -15,12 +15,12 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=4 repro/torch_pp_144530_zero_bubble_ddp_unreduced.py
 
-The backward of the weights is autograd.grad (stage_backward_weight), which calls no hook of DDP. Stages whose
-micro-batches have whole backwards, such as the first one, are reduced.
+The backward of the weights is autograd.grad (stage_backward_weight), which calls no hook of DDP. DDP reduces the
+gradients of stages whose micro-batches have whole backwards, such as the first stage.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys
@@ -48,7 +48,7 @@ def main():
     first, replica = pp.get_local_rank(), dp.get_local_rank()
     layers = [nn.Linear(2, 2, bias=False) for _ in range(4)]
     for number, layer in enumerate(layers):
-        nn.init.constant_(layer.weight, 1.0 + number)  # small integers: no sum rounds, so that all orders are equal
+        nn.init.constant_(layer.weight, 1.0 + number)  # small integers: no sum rounds, so all orders give equal sums
     inputs = [torch.full((8, 2), 1.0 + number) for number in range(2)]
     target = torch.ones(8, 2)
     sum(loss(nn.Sequential(*layers)(x), target) / 2 for x in inputs).backward()

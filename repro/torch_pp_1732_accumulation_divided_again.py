@@ -1,8 +1,8 @@
-"""A second batch of a pipeline divides the gradient of the first one by the number of micro-batches again.
+"""A second batch of a pipeline divides the gradient of the first batch by the number of micro-batches again.
 
 id: 1732
 engine: torch_pp
-symptom: gradients of several step() calls without zero_grad are a moving average, and not a sum
+symptom: gradients of several step() calls without zero_grad are a moving average instead of a sum
 reported: https://github.com/pytorch/torchtitan/issues/1732
 affects: ==2.13.0
 fixed: not yet
@@ -16,11 +16,12 @@ Run it with nothing but torch installed:
     torchrun --standalone --nproc_per_node=2 repro/torch_pp_1732_accumulation_divided_again.py
 
 At the end of step() a stage divides the gradients of its parameters by the number of micro-batches
-(_PipelineStageBase.scale_grads), those of earlier calls of step() too. With scale_grads=False a caller can divide.
+(_PipelineStageBase.scale_grads), including the gradients of earlier calls of step(). With scale_grads=False the caller
+can divide.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys

@@ -1,8 +1,8 @@
-"""The forward by which a schedule learns shapes changes running statistics.
+"""The forward by which a pipeline schedule learns shapes changes running statistics.
 
 id: 188558
 engine: torch_pp
-symptom: the first step() of a schedule counts one more batch in the running statistics of each stage, silently
+symptom: the first step() of a schedule silently counts one more batch in the running statistics of each stage
 reported: https://github.com/pytorch/pytorch/pull/188558
 affects: ==2.13.0
 fixed: not yet
@@ -15,14 +15,14 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=1 repro/torch_pp_188558_shapes_learned_in_buffers.py
 
-Before its first micro-batch a schedule runs a forward of each stage, in training mode, to learn the shapes of what it
-sends (_forward_metadata_inference in stage.py). On the first stage its input is the first micro-batch. On every later
-stage it is memory that nothing has written (torch.empty), which batch norm takes into its running mean and variance.
-The report restores buffers around that forward.
+Before its first micro-batch a schedule runs a forward of each stage, in training mode, to learn the shapes of the
+tensors that the stage sends (_forward_metadata_inference in stage.py). On the first stage the input of this forward is
+the first micro-batch. On every later stage the input is uninitialized memory (torch.empty), and batch norm adds it to
+its running mean and variance. The report restores buffers around that forward.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys

@@ -1,8 +1,8 @@
-"""DDP reduces the gradients of a stage twice in the first batch of a pipeline.
+"""DDP reduces the gradients of a pipeline stage twice in the first batch.
 
 id: first-batch-reduced-twice
 engine: torch_pp
-symptom: in the first step() of a schedule, stages in DDP all-reduce after the first micro-batch, too
+symptom: in the first step() of a schedule, stages in DDP also all-reduce after the first micro-batch
 reported: no report known
 affects: ==2.13.0
 fixed: not yet
@@ -15,13 +15,13 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=4 repro/torch_pp_noreport_first_batch_reduced_twice.py
 
-A stage runs the forwards and backwards of micro-batches in no_sync(), but for the last backward. The forward that
-learns shapes in the first batch is not in it. It prepares DDP's reducer, so that the next backward, that of the first
-micro-batch, reduces gradients. They are right in the end, and twice as many are sent.
+A stage runs the forwards and backwards of micro-batches in no_sync(), except the last backward. The forward that learns
+shapes in the first batch does not run in no_sync(). It prepares DDP's reducer, so the next backward, that of the first
+micro-batch, reduces gradients. The final gradients are right, but DDP sends twice as many.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys
@@ -39,7 +39,7 @@ OK = "repro: one all-reduce of gradients in each batch OK."
 
 
 class CountAllReduces(TorchDispatchMode):
-    """Counts the all-reduces of floating-point tensors."""
+    """Count the all-reduces of floating-point tensors."""
 
     def __init__(self):
         super().__init__()

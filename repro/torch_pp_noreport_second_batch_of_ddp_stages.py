@@ -1,4 +1,4 @@
-"""A second batch of GPipe fails if the stages are in DDP.
+"""The second batch of ScheduleGPipe raises if the stages are in DDP.
 
 id: second-batch-of-ddp-stages
 engine: torch_pp
@@ -15,13 +15,13 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=4 repro/torch_pp_noreport_second_batch_of_ddp_stages.py
 
-DDP lays its buckets out anew at the second batch, in the order in which gradients became ready in the first one. GPipe
-runs all forwards before the backwards, and the backwards of the earlier micro-batches are in no_sync(), so that each
+At the second batch DDP rebuilds its buckets, in the order in which gradients became ready in the first batch. GPipe
+runs all forwards before the backwards, and the backwards of the earlier micro-batches run in no_sync(), so each
 micro-batch adds all parameters to that order. Schedule1F1B with as many micro-batches works.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys

@@ -1,8 +1,8 @@
-"""The gradient of a weight that two stages of one rank have in common is divided by the micro-batches twice.
+"""A pipeline divides the gradient of a weight that two stages of one rank share by the micro-batches twice.
 
 id: tied-stages-divided-twice
 engine: torch_pp
-symptom: with several stages on a rank, a weight tied over two of them trains with a gradient that is too small
+symptom: if several stages of a rank share a weight, the weight trains with a gradient that is too small
 reported: no report known
 affects: ==2.13.0
 fixed: not yet
@@ -16,13 +16,13 @@ Run it with nothing but torch installed:
     torchrun --standalone --nproc_per_node=1 repro/torch_pp_noreport_tied_stages_divided_twice.py
 
 After its last micro-batch each stage divides the gradients of its parameters by the number of micro-batches
-(_PipelineStageBase.scale_grads). A weight that two stages of a rank have in common has one .grad, which both divide.
-The first and the last stage are on one rank in ScheduleZBVZeroBubble and ScheduleDualPipeV, as tied embeddings need.
-With scale_grads=False a caller can divide once.
+(_PipelineStageBase.scale_grads). A weight that two stages of a rank share has one .grad, and both stages divide it. In
+ScheduleZBVZeroBubble and ScheduleDualPipeV the first and the last stage are on one rank, as tied embeddings need. With
+scale_grads=False the caller can divide once.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys

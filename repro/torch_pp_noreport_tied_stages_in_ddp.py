@@ -1,8 +1,8 @@
-"""ZBV raises an internal error if two stages of a rank are in DDP and have a weight in common.
+"""ScheduleZBVZeroBubble raises an internal error if two stages of a rank are in DDP and share a weight.
 
 id: tied-stages-in-ddp
 engine: torch_pp
-symptom: ScheduleZBVZeroBubble with stages in DDP, two of which have one weight, raises an error of the prior iteration
+symptom: ScheduleZBVZeroBubble raises an error of the prior iteration if two stages in DDP share a weight
 reported: no report known
 affects: ==2.13.0
 fixed: not yet
@@ -16,13 +16,13 @@ Run it with nothing but torch installed:
     torchrun --standalone --nproc_per_node=1 repro/torch_pp_noreport_tied_stages_in_ddp.py
 
 The last stage gets the gradients of its weights from autograd.grad, which calls no hook of DDP. The first stage has no
-gradient of an input to compute, so its backward accumulates, and calls the hooks of both stages' DDP for the weight
-that they have in common. The last stage's DDP then waits for the gradient of its bias, which never comes, and its
-forward of the next micro-batch raises.
+gradient of an input to compute. So its backward accumulates, and for the shared weight it calls the hooks of both
+stages' DDP. The last stage's DDP then waits for the gradient of its bias, which never comes, and its forward of the
+next micro-batch raises.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys

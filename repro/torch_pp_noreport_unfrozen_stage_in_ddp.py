@@ -1,8 +1,8 @@
-"""A weight of a pipeline's stage in DDP that is unfrozen later is not reduced.
+"""DDP does not reduce the gradient of a pipeline stage's weight that is unfrozen after DDP was built.
 
 id: unfrozen-stage-in-ddp
 engine: torch_pp
-symptom: in a stage in DDP, each rank has a gradient of its own of a weight that was frozen when DDP was built, silently
+symptom: in a stage in DDP, each rank silently keeps its own gradient of a weight that was frozen when DDP was built
 reported: no report known
 affects: ==2.13.0
 fixed: not yet
@@ -16,13 +16,13 @@ Run it with nothing but torch installed:
     torchrun --standalone --nproc_per_node=2 repro/torch_pp_noreport_unfrozen_stage_in_ddp.py
 
 DDP registers the hooks that reduce gradients in its constructor, and its documentation says so: 'if you change the
-model's parameters afterwards, gradient reduction functions no longer match the correct set of parameters'. A stage is
-in DDP before a schedule runs it, so that a training which unfreezes layers has to build its stages again. A stage in
-fully_shard trains them.
+model's parameters afterwards, gradient reduction functions no longer match the correct set of parameters'. The caller
+puts a stage into DDP before a schedule runs it, so a training that unfreezes layers has to build its stages again. A
+stage in fully_shard trains unfrozen layers.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys

@@ -1,8 +1,8 @@
-"""A zero-bubble schedule trains no weight of the stage after a frozen first one.
+"""A zero-bubble schedule trains no weight of the stage after a frozen first stage.
 
 id: zero-bubble-after-frozen-stage
 engine: torch_pp
-symptom: with a zero-bubble schedule, the stage after a frozen first one has no gradients, silently
+symptom: with a zero-bubble schedule, the stage after a frozen first stage silently gets no gradients
 reported: no report known
 affects: ==2.13.0
 fixed: not yet
@@ -15,15 +15,15 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=1 repro/torch_pp_noreport_zero_bubble_after_frozen_stage.py
 
-Schedules that split the backward compute the gradients of a stage's weights from what they kept when they computed
-those of its inputs (stage_backward_input). Inputs without a gradient keep nothing, so that the weights get none. torch
-leaves the first stage out of this ("if inputs does not require gradient, then the parameter group will not be fully
-captured", backward_weight_one_chunk in stage.py). But where all weights of the first stage are frozen, the inputs of
-the next one need no gradient either. GPipe and 1F1B are right.
+Schedules that split the backward compute the gradients of a stage's weights from the values that they kept when they
+computed the gradients of the stage's inputs (stage_backward_input). Inputs without a gradient keep nothing, so the
+weights get no gradient. torch excludes the first stage from this split ("if inputs does not require gradient, then the
+parameter group will not be fully captured", backward_weight_one_chunk in stage.py). But if all weights of the first
+stage are frozen, the inputs of the next stage need no gradient either. GPipe and 1F1B are right.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Zero-bubble schedules lose gradients of groups that fully_shard reshards after forward.
+"""Zero-bubble schedules lose gradients of groups that fully_shard reshards after the forward.
 
 id: zero-bubble-resharded
 engine: torch_pp
@@ -15,13 +15,13 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=4 repro/torch_pp_noreport_zero_bubble_resharded.py
 
-stage_backward_weight (torch/distributed/pipelining/_backward.py) finds weights by the parameters that the module has at
-that time. After a reshard these are the shards, which are not in the graph, and gradients of the whole weights are
-dropped. With reshard_after_forward=False, as torchtitan sets it in pipelines, they are right.
+stage_backward_weight (torch/distributed/pipelining/_backward.py) finds weights by the current parameters of the module.
+After a reshard these are the shards, which are not in the graph, so the gradients of the unsharded weights are dropped.
+With reshard_after_forward=False, which torchtitan sets in pipelines, the gradients are right.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys
@@ -49,7 +49,7 @@ def main():
     first, replica = pp.get_local_rank(), dp.get_local_rank()
     layers = [nn.Linear(2, 2, bias=False) for _ in range(4)]
     for number, layer in enumerate(layers):
-        nn.init.constant_(layer.weight, 1.0 + number)  # small integers: no sum rounds, so that all orders are equal
+        nn.init.constant_(layer.weight, 1.0 + number)  # small integers: no sum rounds, so all orders give equal sums
     inputs = [torch.full((8, 2), 1.0 + number) for number in range(2)]
     target = torch.ones(8, 2)
     sum(loss(nn.Sequential(*layers)(x), target) / 2 for x in inputs).backward()

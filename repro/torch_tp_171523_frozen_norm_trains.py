@@ -1,4 +1,4 @@
-"""SequenceParallel forgets that the weights of a norm are frozen, so that they train.
+"""SequenceParallel unfreezes the weights of a frozen norm, so they train.
 
 id: 171523
 engine: torch_tp
@@ -15,14 +15,13 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=2 repro/torch_tp_171523_frozen_norm_trains.py
 
-SequenceParallel registers nn.Parameter(DTensor.from_local(...)) in the place of each weight, and the default of
-requires_grad is True. The issue is about distribute_module, ColwiseParallel and RowwiseParallel, which pass
-requires_grad on since https://github.com/pytorch/pytorch/pull/171709. SequenceParallel was left out, and no report
-about it is known.
+SequenceParallel replaces each weight by nn.Parameter(DTensor.from_local(...)), whose default for requires_grad is True.
+The issue is about distribute_module, ColwiseParallel and RowwiseParallel, which keep requires_grad since
+https://github.com/pytorch/pytorch/pull/171709. That change left out SequenceParallel, and no report about it is known.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys
@@ -51,7 +50,7 @@ def main() -> int:
             print(f"repro: REPRODUCED: {SIGNATURE}: {', '.join(trained)}\n", end="", flush=True)
         else:
             print(OK, flush=True)
-    dist.barrier()  # so that no rank ends the others before this line is out
+    dist.barrier()  # so that no rank ends the other ranks before this line is printed
     return 1 if trained else 0
 
 

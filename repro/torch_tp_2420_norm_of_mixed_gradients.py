@@ -15,12 +15,12 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=2 repro/torch_tp_2420_norm_of_mixed_gradients.py
 
-A parameter that the plan splits has a DTensor as its gradient, and any other parameter, as that of a norm, a tensor.
-Both are given to one kernel.
+A parameter that the plan splits has a DTensor as its gradient. Any other parameter, such as the weight of a norm, has a
+plain tensor as its gradient. clip_grad_norm_ gives both to one kernel.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys

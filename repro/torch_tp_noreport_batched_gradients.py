@@ -1,4 +1,4 @@
-"""autograd.grad with a batch of gradients through a layer that tensor parallelism splits raises.
+"""autograd.grad with a batch of gradients raises for a layer that tensor parallelism splits.
 
 id: batched-gradients
 engine: torch_tp
@@ -20,7 +20,7 @@ send.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys

@@ -1,8 +1,8 @@
-"""On a CPU, ranks of tensor parallelism with one seed drop the same elements of their parts of a sequence.
+"""On a CPU, tensor-parallel ranks with one seed drop the same elements of their different parts of a sequence.
 
 id: dropout-of-parts
 engine: torch_tp
-symptom: SequenceParallel on a dropout drops the same elements of each rank's part of the sequence, with a warning alone
+symptom: SequenceParallel on a dropout drops the same elements of each rank's part of the sequence and only warns
 reported: no report known
 affects: ==2.13.0
 fixed: not yet
@@ -15,13 +15,13 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=2 repro/torch_tp_noreport_dropout_of_parts.py
 
-Ranks of tensor parallelism have one seed, because they have to drop the same elements of activations that all of them
-have. DTensor gives the shards of one tensor random numbers of their own on a GPU; on a CPU is_rng_supported_mesh is
-false, and each rank draws from its generator as it is.
+Tensor-parallel ranks use one seed, because they have to drop the same elements of activations that all of them have. On
+a GPU DTensor gives the shards of one tensor different random numbers. On a CPU is_rng_supported_mesh is false, and each
+rank draws from its unchanged generator.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys
@@ -35,7 +35,7 @@ from torch.distributed.tensor.parallel import SequenceParallel, parallelize_modu
 
 SIGNATURE = "all parts have one mask"
 OK = "repro: each part has a mask of its own OK."
-ELEMENTS = 64  # of a part: equal by chance in 1 of 2^64 runs
+ELEMENTS = 64  # of one part; two parts are equal by chance in 1 of 2^64 runs
 
 
 def main() -> int:

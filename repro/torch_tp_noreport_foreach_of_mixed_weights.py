@@ -15,11 +15,11 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=2 repro/torch_tp_noreport_foreach_of_mixed_weights.py
 
-torch's optimizers group parameters by device and dtype alone, and give DTensors and tensors to one kernel.
+torch's optimizers group parameters only by device and dtype, and give DTensors and plain tensors to one kernel.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""The transforms of torch.func raise over a layer that tensor parallelism splits.
+"""torch.func transforms raise over a layer that tensor parallelism splits.
 
 id: transform-of-split-layer
 engine: torch_tp
@@ -19,7 +19,7 @@ DTensor.from_local and DTensor.to_local are autograd.Functions whose forward tak
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""A forward that reads a weight that tensor parallelism splits, beside the weight's own module, raises.
+"""A forward raises if it reads a weight that tensor parallelism splits outside the weight's own module.
 
 id: weight-read-outside
 engine: torch_tp
@@ -15,12 +15,12 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=2 repro/torch_tp_noreport_weight_read_outside.py
 
-A fused loss multiplies by the weight of the last layer itself. The weight is a DTensor, and no operator takes a DTensor
-and a tensor.
+A fused loss multiplies by the weight of the last layer itself. The weight is a DTensor, and no operator accepts a
+DTensor together with a plain tensor.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys

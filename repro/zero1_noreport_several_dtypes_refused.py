@@ -1,8 +1,8 @@
-"""ZeroRedundancyOptimizer refuses parameters of more than one dtype.
+"""ZeroRedundancyOptimizer raises for parameters of more than one dtype.
 
 id: several-dtypes-refused
 engine: zero1
-symptom: the constructor raises where parameters have different dtypes
+symptom: the constructor raises if parameters have different dtypes
 reported: documented limit, https://docs.pytorch.org/docs/stable/distributed.optim.html
 affects: >=2.8.0
 fixed: not yet
@@ -15,12 +15,12 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=1 repro/zero1_noreport_several_dtypes_refused.py
 
-It "requires that all of the passed-in parameters are the same dense type", its documentation says, and no option lifts
-that. torch.optim's own optimizers take both.
+The documentation says that ZeroRedundancyOptimizer "requires that all of the passed-in parameters are the same dense
+type", and no option lifts this limit. torch.optim's own optimizers accept both dtypes.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import os
@@ -45,7 +45,7 @@ def start():
 
 
 def two_dtypes():
-    """A weight of float32 and one of bfloat16, each with a gradient of one."""
+    """Return a float32 weight and a bfloat16 weight, each with a gradient of one."""
     weights = [nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16)]
     for weight in weights:
         weight.grad = torch.ones_like(weight)

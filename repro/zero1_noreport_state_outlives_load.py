@@ -1,8 +1,8 @@
-"""ZeroRedundancyOptimizer.load_state_dict keeps the state of parameters that the checkpoint has none of.
+"""ZeroRedundancyOptimizer.load_state_dict keeps the state of parameters for which the checkpoint has no state.
 
 id: state-outlives-load
 engine: zero1
-symptom: after a checkpoint from before the first step is loaded, momentum of the steps since then is in the next step
+symptom: after a load of a checkpoint from before the first step, the next step uses momentum of the steps since then
 reported: no report known
 affects: ==2.13.0
 fixed: not yet
@@ -15,14 +15,14 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=1 repro/zero1_noreport_state_outlives_load.py
 
-It copies the state that the checkpoint has over its own, parameter by parameter, and clears nothing. A checkpoint from
-before the first step has none, so all that the steps since then have left stays. torch.optim's own load_state_dict
-replaces all of the state. Here the gradient is always 1, the rate 1 and the momentum 0.5: a first step moves the weight
-by -1, and one on an old momentum by -1.5.
+load_state_dict copies the state in the checkpoint over its own state, parameter by parameter, and clears nothing. A
+checkpoint from before the first step has no state, so all state of the steps since then stays. torch.optim's own
+load_state_dict replaces the whole state. Here the gradient is always 1, the rate 1 and the momentum 0.5: a first step
+moves the weight by -1, and a step on an old momentum by -1.5.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import copy

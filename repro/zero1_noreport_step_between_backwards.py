@@ -1,8 +1,8 @@
-"""ZeroRedundancyOptimizer writes weights without the notice of autograd.
+"""A step of ZeroRedundancyOptimizer writes weights in a way that autograd does not notice.
 
 id: zero1-step-between-backwards
 engine: zero1
-symptom: a second backward on a retained graph after a step gives gradients of old and new weights mixed
+symptom: after a step, a second backward on a retained graph silently gives gradients of mixed old and new weights
 reported: no report known
 affects: >=2.13.0
 fixed: not yet
@@ -16,12 +16,12 @@ Run it with nothing but torch installed:
     torchrun --standalone --nproc_per_node=2 repro/zero1_noreport_step_between_backwards.py
 
 A step writes this rank's parameters by the local optimizer, and receives all others by a broadcast into param.data,
-which does not change their version. A graph that saved only such weights is not refused on this rank, where
-torch.optim's own step makes autograd raise "modified by an inplace operation".
+which does not change their version. So on this rank autograd accepts a graph that saved only such broadcast weights. A
+step of torch.optim's own optimizer makes autograd raise "modified by an inplace operation".
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+neither that the bug is present nor that the bug is absent.
 """
 
 import sys
