@@ -18,7 +18,8 @@ from zharness.laws import find_laws
 from zharness.run import Request, plan
 from zharness.run.claimed_pairs import NO_LAW
 from zharness.run.configuration import cell_setting
-from zharness.run.covering import Depth, list_pairs, name_in_pairs, pair_kind
+from zharness.run.covering import list_pairs, name_in_pairs, pair_kind
+from zharness.run.covering_axes import Depth
 from zharness.run.expected_failures import ExpectedFailure
 from zharness.run.plan import ARRAY_WORLD_SIZES, plan_with_coverage
 

@@ -170,7 +170,7 @@ class EngineOption:
             return f"it can be set under {', '.join(sorted(self.dtypes))} only"
         if world_size % self.world_size_factor:
             return f"it needs a world size that {self.world_size_factor} divides"
-        if mesh.shape(world_size)[DATA_SHARD] % self.shard_factor:
+        if self.shard_factor > 1 and mesh.shape(world_size)[DATA_SHARD] % self.shard_factor:
             return f"it needs a number of shards that {self.shard_factor} divides"
         return self.absent
 

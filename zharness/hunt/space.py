@@ -11,7 +11,7 @@ from zharness.engines import Capabilities
 from zharness.engines.options import find_exclusion
 from zharness.law_kit.setting import OWNER_FEATURES, Setting
 from zharness.mesh import DEFAULT_MESH, Mesh
-from zharness.run.covering import WINDOWS
+from zharness.run.covering_axes import WINDOWS
 from zharness.run.program_search import SearchOptions, repertoire_fields
 from zharness.workload.legal_programs import UNLIMITED_OUTPUTS, CallerLimits
 from zharness.workload.programs import BLOCK_KINDS, SOURCE_KINDS, Act, LayerKind, Mark, Program

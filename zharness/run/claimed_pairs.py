@@ -7,7 +7,8 @@ from collections.abc import Sequence, Set
 from itertools import combinations, product
 
 from zharness.engines.options import find_exclusion
-from zharness.run.covering import Axes, CoveredLaw, Pair, Value, pair_kind
+from zharness.run.covering import Pair, pair_kind
+from zharness.run.covering_axes import Axes, CoveredLaw, Value
 
 NO_LAW = "no law that the engine supports is stated for both"
 

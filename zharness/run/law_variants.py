@@ -8,7 +8,7 @@ from dataclasses import replace
 from zharness.law_set import name_law_variant
 from zharness.laws import Law
 from zharness.mesh import DEFAULT_MESH, Mesh
-from zharness.run.covering import CoveredLaw, Depth
+from zharness.run.covering_axes import CoveredLaw, Depth
 from zharness.run.mesh_claims import applies_to_model
 from zharness.workload import MODELS
 from zharness.workload.user_model import is_user_model

@@ -23,7 +23,8 @@ from zharness.names import STAGES, require_dtypes, require_stages
 from zharness.run.cell_planner import CellPlanner, PlannedCell, plan_cell
 from zharness.run.claimed_pairs import describe_uncoverable_pairs
 from zharness.run.configuration import cell_setting, is_config_file, load_configuration
-from zharness.run.covering import Axes, Covering, Depth, cover_pairs
+from zharness.run.covering import Covering, cover_pairs
+from zharness.run.covering_axes import Axes, Depth
 from zharness.run.law_variants import leave_out, list_covered_laws, select_models
 from zharness.run.mesh_claims import (
     UnclaimedAxes,
