@@ -277,7 +277,7 @@ def wrap_end_of_batch(engine: PipelineEngine, wrap: Callable[[Callable[[], None]
 def keep_tied_gradients(engine: PipelineEngine) -> None:
     """Make tied weights keep their gradients of earlier batches, which are already summed, when a batch begins."""
     tied = engine._tied
-    vars(tied)["begin_batch"] = lambda: vars(tied).update(_kept=dict.fromkeys(tied._owners))
+    vars(tied)["begin_batch"] = lambda: vars(tied).update(_earlier_grads=dict.fromkeys(tied._owners))
 
 
 def stage_schedule(engine: PipelineEngine) -> Any:
