@@ -2,7 +2,7 @@
 
 id: 102197
 engine: ddp
-symptom: torch.func.vmap over DDP with find_unused_parameters or static_graph raises: no setup_context staticmethod
+symptom: vmap over DDP with find_unused_parameters or static_graph raises "must override the setup_context staticmethod"
 reported: https://github.com/pytorch/pytorch/issues/102197
 affects: >=2.8.0
 fixed: not yet

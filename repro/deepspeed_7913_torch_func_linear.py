@@ -2,7 +2,7 @@
 
 id: 7913
 engine: deepspeed
-symptom: torch.func.grad_and_value over zero3_linear_wrap raises: the function has no setup_context staticmethod
+symptom: torch.func.grad_and_value over zero3_linear_wrap raises "must override the setup_context staticmethod"
 reported: https://github.com/deepspeedai/DeepSpeed/issues/7913
 affects: <=0.19.0
 fixed: 0.19.1

@@ -2,7 +2,7 @@
 
 id: 8023
 engine: deepspeed
-symptom: torch.func.vmap over zero3_linear_wrap raises: the function has no setup_context staticmethod
+symptom: torch.func.vmap over zero3_linear_wrap raises "must override the setup_context staticmethod"
 reported: https://github.com/deepspeedai/DeepSpeed/pull/8023
 affects: <=0.19.0
 fixed: 0.19.1

@@ -2,7 +2,7 @@
 
 id: grad-after-forward
 engine: fsdp2
-symptom: after a forward, torch.func.grad over a sharded model raises: must override the setup_context staticmethod
+symptom: after a forward, torch.func.grad over a sharded model raises "must override the setup_context staticmethod"
 reported: no report known
 affects: ==2.8.0
 fixed: 2.13.0

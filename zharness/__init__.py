@@ -39,10 +39,10 @@ A file imports files of a lower floor, or of its own package (``suites/meta/test
    of a cell, ``run/unmatched_failures.py`` finds expected failures that match no cell, and
    ``run/missing_claims.py`` says which claims would add cells. A pattern is expanded without the law variants that a
    pinned law set leaves out (the modules ``law_set`` and ``run.law_variants``). A run without a pattern adds cells that
-   cover pairs (the module ``run.covering``), reports the pairs that no cell can have (``run.claimed_pairs``), and finds
-   expected failures for options under which no cell failed (``run.stale_failures``). ``--changed`` keeps only the cells
-   that reach a function that differs from a commit (``run.changed_cells``, ``run.candidate_cells``,
-   ``run.changed_functions``, ``run.reach``, ``run.engine_sources``).
+   cover pairs (``run.covering``, ``run.covering_axes``), reports the pairs that no cell can have
+   (``run.claimed_pairs``), and finds expected failures for options under which no cell failed (``run.stale_failures``).
+   ``--changed`` keeps only the cells that reach a function that differs from a commit (``run.changed_cells``,
+   ``run.candidate_cells``, ``run.changed_functions``, ``run.reach``, ``run.engine_sources``).
 3. The ranks. ``releases/rank_environment.py`` combines the release, which ``releases/prepared_release.py`` finds or
    installs, with the imports that ``engines/warm_up.py`` names; a rank server starts with both. ``run/runner.py`` runs
    one cell at a time, on ranks of the pool that ``run/rank_pool.py`` names: ``world/server.py`` and ``world/pools.py``

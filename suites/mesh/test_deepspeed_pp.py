@@ -75,7 +75,7 @@ def test_a_cell_passes_or_fails_as_the_findings_say(runner: Runner, case: str, v
         ("pipeline.unequal_micro_batches[deepspeed_pp-zero0-w2.pp2-fp32-chain-1f1b]", "set the option dynamic_shape"),
         (
             "pipeline.training[deepspeed_pp{dynamic_shape}-zero0-w2.pp2-fp32-chain-dualpipev]",
-            "beside the schedule 1f1b only",
+            "only with the schedule 1f1b",
         ),
     ],
 )

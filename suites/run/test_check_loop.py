@@ -8,9 +8,10 @@ from threading import Event
 import pytest
 
 from zharness.cell import Cell
+from zharness.run import Request, check_loop
 from zharness.run.cell_planner import PlannedCell
-from zharness.run.cell_queue import CellQueue, group_by_pool, single_group
-from zharness.run.check_loop import RunOptions, Stop, describe_stop, run_cells
+from zharness.run.cell_queue import CellQueue, group_by_pool, keep_order
+from zharness.run.check_loop import RunInterrupted, RunOptions, Stop, describe_stop, run_cells
 from zharness.run.progress import ProgressLog
 from zharness.run.rank_pool import RankPool, rank_pool
 from zharness.run.record import Record, Verdict
@@ -63,10 +64,10 @@ def test_each_runner_takes_the_cells_of_a_pool_of_its_own_as_long_as_there_are_s
     queue = CellQueue([*cells, make_cell(1, 2, "training.sgd_step")], group_by_pool)
     assert [queue.take(runner).cell.stage for runner in "ababa"] == [0, 1, 0, 1, 1]
     assert {rank_pool(cell.cell).name[:7] for cell in cells} == {"stage 0", "stage 1"}
-    in_turn = CellQueue(cells, single_group)
+    in_turn = CellQueue(cells, keep_order)
     assert [in_turn.take(runner) for runner in "abab"] == cells
-    assert RunOptions().group is group_by_pool
-    assert RunOptions(shuffle_seed=1).group is single_group
+    assert RunOptions().grouping is group_by_pool
+    assert RunOptions(shuffle_seed=1).grouping is keep_order
 
 
 def test_runners_that_share_a_pool_of_all_stages_take_the_cells_of_a_model_each() -> None:
@@ -155,3 +156,27 @@ def test_an_interrupted_run_in_another_thread_closes_its_runners() -> None:
         run = thread.submit(lambda: list(run_cells([make_cell(0, 2)], [runner])))
         assert isinstance(run.exception(), KeyboardInterrupt)
     assert runner.handlers_at_close == [signal.default_int_handler]
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_a_second_ctrl_c_does_not_end_the_report_of_an_interrupted_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    handlers: list[object] = []
+
+    class ReporterDouble:
+        jsonl = None
+
+        def require_writable(self) -> None:
+            pass
+
+        def report_run(self, records: list[Record], *_: object, **__: object) -> int:
+            handlers.append(signal.getsignal(signal.SIGINT))
+            return len(records)
+
+    def interrupt(*_: object) -> None:
+        raise RunInterrupted([Record(make_cell(0, 2).cell, 0, Verdict.PASS, "", "")], 2)
+
+    monkeypatch.setattr(check_loop, "run_request", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        check_loop.run_check(Request(), RunOptions(), ReporterDouble(), lambda _: None)
+    assert handlers == [signal.SIG_IGN]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

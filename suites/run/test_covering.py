@@ -14,13 +14,16 @@ from zharness.engines import AccumulationOwner, EngineOption, Feature
 from zharness.engines.options import find_exclusion
 from zharness.errors import UsageError
 from zharness.law_kit.setting import BackwardCall, Setting, SettingSupport
-from zharness.laws import find_laws
+from zharness.laws import DTYPES, find_laws
 from zharness.run import Request, plan
+from zharness.run.cell_planner import plan_cell
 from zharness.run.claimed_pairs import NO_LAW
 from zharness.run.configuration import cell_setting
-from zharness.run.covering import list_pairs, name_in_pairs, pair_kind
-from zharness.run.covering_axes import Depth
+from zharness.run.covering import build_settings, list_pairs, name_in_pairs, pair_kind
+from zharness.run.covering_axes import Axes, Depth
 from zharness.run.expected_failures import ExpectedFailure
+from zharness.run.law_variants import select_models
+from zharness.run.mesh_claims import needs_mesh
 from zharness.run.plan import ARRAY_WORLD_SIZES, plan_with_coverage
 
 
@@ -210,3 +213,21 @@ def test_an_option_names_the_laws_and_models_in_which_it_has_an_effect() -> None
     assert not option.explain_law_limit("state.resume", "adamw", "mlp")
     assert "state.resume-adamw" in option.explain_law_limit("state.resume", "sgd", "mlp")
     assert "mlp" in option.explain_law_limit("state.resume", "adamw", "conv")
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_a_setting_that_is_left_out_of_an_array_is_refused_by_the_planner_for_every_model(engine: str) -> None:
+    claims_at = {stage: claims_of_registry(engine, stage) for stage in claims_of_registry(engine, 0).stages}
+    axes = Axes(engine, claims_at, ARRAY_WORLD_SIZES, tuple(DTYPES), lambda law, cell: "")
+    settings, left_out = build_settings(axes)[::7], 0
+    for law in (law for law in find_laws(()) if not needs_mesh(law)):
+        subjects = list(select_models(law, ()))[:2]
+        for setting in settings:
+            values = setting.engine_variant, setting.world_size, setting.dtype
+            if not axes.may_run(law, setting.stage, *values):
+                left_out += 1
+                for model, variant in subjects:
+                    label, size, dtype = values
+                    cell = Cell(law.name, engine, setting.stage, size, dtype, model, variant, label)
+                    assert plan_cell(law, cell, claims_at[setting.stage]).unsupported_reason, cell
+    assert left_out > 100

@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 
 from suites.run.failure_files import ENTRY, load_entries
+from suites.run.test_expected_failures import claims
 from zharness.cell import Cell
 from zharness.errors import MissingEngine, UsageError
 from zharness.law_kit.setting import Setting, split_settings
-from zharness.run import shipped_failures
+from zharness.run import Request, plan, shipped_failures
 from zharness.run.matching_failures import find_expected_failure
 from zharness.run.shipped_failures import load_shipped_failures
+from zharness.run.unmatched_failures import describe_unmatched_failures
 
 
 def test_an_engine_by_path_has_the_failures_of_the_engine_around_which_it_is_built(tmp_path: Path) -> None:
@@ -42,6 +44,23 @@ def test_the_failures_of_a_release_are_read_where_the_engine_is_not_installed(mo
     entries = [*shipped_failures.load_failures_around("fsdp2", "fabric_fsdp2")]
     assert entries
     assert not any(Setting.parse(name).options for entry in entries for name in entry.engine_variants)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ('dtypes = ["float16"]', "unknown dtype 'float16'"),
+        ("world_sizes = [0]", "world size"),
+        ('engine_variants = ["static_graph", "nope"]', "'nope'"),
+        ('law = "mesh.training"', "--mesh"),
+    ],
+)
+def test_an_entry_that_no_cell_can_match_is_refused_before_the_run(tmp_path: Path, keys: str, message: str) -> None:
+    entry = ENTRY.replace('law = "training.grads"', keys) if keys.startswith("law") else ENTRY + keys
+    entries = load_entries(tmp_path, f'engine = "ddp"\n{entry}\n')
+    cells = plan(Request(("training.trajectory",), ("ddp",)), claims)
+    with pytest.raises(UsageError, match=message):
+        describe_unmatched_failures(cells, claims, entries)
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ class EngineOption:
       engine has its own kernels without the option.
     - ``own_kernels`` is the reason why local gradients do not come from torch's kernels while the option is set.
     - ``world_size_factor`` must divide the world size; cells of other world sizes do not set the option.
-    - ``shard_factor`` must divide the number of ranks of dp_shard, which on a mesh is smaller than the world size.
+    - ``shard_factor`` must divide the number of ranks of dp_shard, which on a mesh may be smaller than the world size.
     - ``dtypes`` are the dtypes of the model in which the option can be set; if empty, all dtypes that the engine has.
     - ``laws`` are globs of the only laws that are judged with the option, or of a law with its variant
       (``state.resume-adamw``); if empty, all laws. ``laws_reason`` says why no other law is tested with the option.
@@ -147,7 +147,7 @@ class EngineOption:
         """Return the reason why the option cannot be set with one of these pipeline schedules, or '' if it can."""
         if not self.schedules or self.schedules.issuperset(schedules):
             return ""
-        return f"it can be set beside the schedule {', '.join(sorted(self.schedules))} only"
+        return f"it can be set only with the schedule {', '.join(sorted(self.schedules))}"
 
     def explain_law_limit(self, law: str, variant: str, model: str) -> str:
         """Return the reason why a cell of this law, variant of the law and model cannot show an effect, or ''."""

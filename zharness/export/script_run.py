@@ -34,7 +34,7 @@ HOLDS_CODE, BROKEN_CODE, UNDECIDED_CODE = 0, 1, 2
 
 @dataclass(frozen=True)
 class ScriptEnding:
-    """The text that the output of a broken engine contains, and the line that a right engine prints."""
+    """The text that the output of a broken engine contains, and the line that a correct engine prints."""
 
     signature: str
     ok: str

@@ -68,7 +68,7 @@ def select_runnable_cells(mutant: Mutant, law: Law, cells: Sequence[Cell]) -> It
     The correct engine is the engine without the fault, around which the mutant is built.
     """
     for cell in cells:
-        right = replace(cell, engine=mutant.wraps)
-        known = find_expected_failure(right, engines.info(mutant.wraps).version() or "")
+        correct = replace(cell, engine=mutant.wraps)
+        known = find_expected_failure(correct, engines.info(mutant.wraps).version() or "")
         if known is None and not unsupported_reason(law, cell, mutant.claims(cell.stage)):
             yield PlannedCell(cell)

@@ -133,7 +133,7 @@ def render_mutants_table(matrix: KillMatrix) -> str:
         stages = ",".join(map(str, mutant.stages))
         rows.append([mutant.name, mutant.wraps, stages, len(killers), verdict])
     return tabulate(
-        rows, ["mutant", "over", "stage", "killers", "killed by"], maxcolwidths=[None, None, None, None, 70]
+        rows, ["mutant", "wraps", "stage", "killers", "killed by"], maxcolwidths=[None, None, None, None, 70]
     )
 
 

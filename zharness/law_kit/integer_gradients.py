@@ -49,7 +49,8 @@ def run_with_integer_gradients(
 ) -> Mapping[str, Tensor]:
     """Return the gradients of a batch if inner stages read the gradients of their outputs as integers.
 
-    The engine divides the losses by ``divisor``, and the gradients by the number of micro-batches over ``divisor``.
+    The engine divides the losses by ``divisor``. It divides the gradients by the number of micro-batches divided by
+    ``divisor``.
     """
     model = ctx.baseline.build_module(weights)
     inner = range(1, ctx.mesh.size(PIPELINE) - 1)

@@ -43,7 +43,7 @@ class OtherNorm:
 
 
 def iter_other_norms(ctx: JudgeContext, grads: Gradients) -> Iterator[OtherNorm]:
-    """Yield norms by which wrong engines clip: norms of parts, their means, and norms that count replicas twice."""
+    """Yield norms by which wrong engines clip: norms of parts, their means, and norms that count replicas again."""
     of_ranks = [
         OtherNorm.from_grads(
             f"is the norm of what rank {rank} has ({ctx.mesh.describe_rank(rank, ctx.world_size)})",

@@ -50,6 +50,6 @@ LAWS = (
         "in any legal order of calls, each step applies the clipped sum of all gradients since the previous step",
         ("stepped_sequence",),
         CLIPPED_TEMPLATES,
-        "the only random order of calls with clipping on tp: torch clips parameters outside the plan separately",
+        "the only random order of calls with clipping on tp: torch cannot clip whole and split parameters together",
     ),
 )

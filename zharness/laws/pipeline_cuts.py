@@ -26,13 +26,13 @@ FREEZES = (CallKind.FREEZE, CallKind.THAW)
 LOADS = (CallKind.LOAD, CallKind.LOAD_OLD)
 
 
-def parse_calls(text: str) -> tuple[Call, ...]:
+def parse_calls(program_text: str) -> tuple[Call, ...]:
     """Return the calls of a program. Raises UsageError for a word that is not a call."""
     try:
-        return tuple(map(parse_call, text.split()))
+        return tuple(map(parse_call, program_text.split()))
     except (KeyError, ValueError):
         names = ", ".join(kind.name.lower() for kind in CallKind)
-        raise UsageError(f"got the program {text!r}; expected calls like train:4 or step, of {names}") from None
+        raise UsageError(f"got the program {program_text!r}; expected calls like train:4 or step, of {names}") from None
 
 
 def may_freeze(before: Sequence[Call], call: Call) -> bool:
@@ -58,19 +58,19 @@ def is_legal(template: Template, before: Sequence[Call], call: Call) -> bool:
     return call.kind is CallKind.LOOK or may_save or not pending
 
 
-def make_calls_legal(cell: ProgramCell, text: str) -> str:
+def make_calls_legal(cell: ProgramCell, program_text: str) -> str:
     """Return the program without calls that are illegal after the earlier calls, or that the engine does not claim."""
     legal = list[Call]()
-    for call in parse_calls(text):
+    for call in parse_calls(program_text):
         is_claimed = call.kind not in FEATURES or cell.claims.refusal(FEATURES[call.kind]) is None
         if is_claimed and is_legal(TEMPLATES[cell.variant], legal, call):
             legal.append(call)
     return join_words(legal)
 
 
-def cut_calls(cell: ProgramCell, text: str) -> Iterator[str]:
+def cut_calls(cell: ProgramCell, program_text: str) -> Iterator[str]:
     """Yield smaller programs: without some calls, or with one batch ordinary or with the fewest micro-batches."""
-    calls, fewest = parse_calls(text), min(TEMPLATES[cell.variant].sizes)
+    calls, fewest = parse_calls(program_text), min(TEMPLATES[cell.variant].sizes)
     yield from map(join_words, remove_runs(calls))
     for index, call in enumerate(calls):
         if call.kind in BATCHES:

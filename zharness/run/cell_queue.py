@@ -30,7 +30,7 @@ def group_by_pool(planned: PlannedCell) -> CellGroup:
     return CellGroup(rank_pool(planned.cell), planned.cell.model)
 
 
-def single_group(planned: PlannedCell) -> CellGroup:
+def keep_order(planned: PlannedCell) -> CellGroup:
     """Return the same group for every cell, so that runners take the cells in their given order."""
     return CellGroup("", "")
 
@@ -38,12 +38,12 @@ def single_group(planned: PlannedCell) -> CellGroup:
 class CellQueue:
     """The cells that no runner has taken, by group; threads may take cells at the same time."""
 
-    def __init__(self, cells: Iterable[PlannedCell], group: CellGrouping) -> None:
+    def __init__(self, cells: Iterable[PlannedCell], grouping: CellGrouping) -> None:
         self._lock = Lock()
         self._left: dict[CellGroup, deque[PlannedCell]] = {}
         self._group_of: dict[Hashable, CellGroup] = {}  # the group from which each runner took its last cell
         for cell in cells:
-            self._left.setdefault(group(cell), deque()).append(cell)
+            self._left.setdefault(grouping(cell), deque()).append(cell)
 
     def take(self, runner: Hashable) -> PlannedCell:
         """Remove and return the next cell of the runner's group, or of another group if its group is empty."""

@@ -91,7 +91,7 @@ def select_changed_cells(request: Request, claims: ClaimsLookup, selection: Chan
         added = len(candidates) - len(chosen)
         likely = sum(name_in_record(cell.cell) in estimated for cell in chosen)
         sentence += (
-            f"; of these, cells that the record lacks, and that may reach them like most of their laws: {likely}"
+            f"; of these, cells that the record lacks, whose laws reach the change in most recorded cells: {likely}"
             if likely
             else ""
         )

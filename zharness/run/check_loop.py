@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from tempfile import TemporaryDirectory
+from tempfile import mkdtemp
 from threading import Lock
 from typing import Protocol
 
@@ -19,7 +20,7 @@ from zharness.cell import Cell, is_cell_id
 from zharness.device import choose_job_count
 from zharness.engines.warm_up import GetEnvironment
 from zharness.run import PlannedCell, Record, Request, Runner, observe_and_judge
-from zharness.run.cell_queue import CellGrouping, CellQueue, group_by_pool, single_group
+from zharness.run.cell_queue import CellGrouping, CellQueue, group_by_pool, keep_order
 from zharness.run.changed_cells import ChangeSelection, select_changed_cells
 from zharness.run.expected_failures import ExpectedFailure
 from zharness.run.interrupts import ignore_interrupts
@@ -149,9 +150,9 @@ class RunOptions:
         return sorted(cells, key=lambda cell: order[rank_pool(cell.cell)])
 
     @property
-    def group(self) -> CellGrouping:
+    def grouping(self) -> CellGrouping:
         """The function that groups cells, of which a runner prefers one group: by pool, unless the order is fixed."""
-        return group_by_pool if self.changes is None and self.shuffle_seed is None else single_group
+        return group_by_pool if self.changes is None and self.shuffle_seed is None else keep_order
 
     def job_count(self) -> int:
         """Return the number of cells to run at a time; by default one per core."""
@@ -211,7 +212,8 @@ def run_check(request: Request, options: RunOptions, reporter: RunReporter, get_
         except RunInterrupted as interrupted:
             if interrupted.records:
                 sentence = f"INTERRUPTED after {len(interrupted.records)} of {interrupted.cell_count} cells"
-                reporter.report_run(interrupted.records, time.monotonic() - began, coverage=[sentence])
+                with ignore_interrupts():  # an impatient second Ctrl-C would leave the reports half-written
+                    reporter.report_run(interrupted.records, time.monotonic() - began, coverage=[sentence])
             raise
     return reporter.report_run(result.records, time.monotonic() - began, result.unmatched_failures, result.coverage)
 
@@ -235,7 +237,7 @@ def run_request(
     validate_request(request)
     environments = {name: get_environment(name) for name in requested_engines(request)}
     with ExitStack() as stack:
-        reach_folder = Path(stack.enter_context(TemporaryDirectory())) if options.reach_file else None
+        reach_folder = stack.enter_context(open_scratch_folder()) if options.reach_file else None
         lanes = range(options.job_count())
         runners = [stack.enter_context(options.create_runner(environments, reach_folder)) for _ in lanes]
         claims = runners[0].claims
@@ -246,7 +248,7 @@ def run_request(
         runners[0].require_user_models(rest)
         pin_runners_to_cores(runners, rest)
         sink = open_sink()
-        finished = run_cells(options.order_cells(rest), runners, options.stop, options.group)
+        finished = run_cells(options.order_cells(rest), runners, options.stop, options.grouping)
         if reach_folder is not None and options.reach_file is not None:
             recorder = stack.enter_context(open_reach_recorder(reach_folder, options.reach_file, earlier_reach))
             finished = record_reach(finished, recorder)
@@ -260,6 +262,17 @@ def run_request(
         return RunResult(records, [], stopped)
     stale_failures = find_stale_failures(request, options, records)
     return RunResult(records, [*unmatched_failures, *stale_failures], [*coverage, *missing_claims])
+
+
+@contextmanager
+def open_scratch_folder() -> Iterator[Path]:
+    """Create a temporary folder, and delete it at the end of the ``with`` block, even if Ctrl-C is pressed again."""
+    folder = Path(mkdtemp())
+    try:
+        yield folder
+    finally:
+        with ignore_interrupts():
+            shutil.rmtree(folder)
 
 
 def select_cells(
@@ -330,9 +343,9 @@ def requested_engines(request: Request) -> list[str]:
 
 
 def run_cells(
-    cells: Sequence[PlannedCell], runners: Sequence[Runner], stop: Stop = NEVER, group: CellGrouping = single_group
+    cells: Sequence[PlannedCell], runners: Sequence[Runner], stop: Stop = NEVER, grouping: CellGrouping = keep_order
 ) -> Iterator[Record]:
-    """Run the cells on free runners, each of which prefers cells of one ``group``, and yield records as cells end.
+    """Run the cells on free runners, and yield records as cells end. A runner prefers the cells of one group.
 
     After ``stop``, no further cell starts. At the time limit, wait for running cells and report them, since they may be
     the first cells that fail; at the failure limit, discard them. A runner ends a pool of ranks that no later cell
@@ -342,7 +355,7 @@ def run_cells(
     free_runners: SimpleQueue[Runner] = SimpleQueue()
     for runner in runners:
         free_runners.put(runner)
-    queue = CellQueue(cells, group)
+    queue = CellQueue(cells, grouping)
 
     def run_next_cell() -> Record:
         """Wait for a free runner, and run the next cell for it."""

@@ -1,4 +1,4 @@
-"""Define the axes over which a covering array is built: the values of an engine that a setting can have."""
+"""Define what a covering array covers: the depth of a run, the laws, and the axes with the values of an engine."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class Axes:
         return Cell(law, self.engine, stage, cast(int, size), str(dtype), model, variant, label)
 
     def may_run(self, law: Law, stage: int, label: str, world_size: int, dtype: str) -> bool:
-        """Return False if ``find_refusal`` refuses every cell of ``law`` at this stage with these values.
+        """Return False only if ``find_refusal`` refuses every cell of ``law`` at this stage with these values.
 
         The values alone show most refusals, so that no cell is planned for each model and variant of the law.
         """

@@ -319,8 +319,8 @@ def explain_refused_model(cell: Cell, capabilities: Capabilities) -> str:
     return f"{cell.engine} does not claim the model {cell.model}: {reason}" if reason else ""
 
 
-# The cells for which a law with each support is not stated.
-EXCLUSIONS: Mapping[MeshSupport, Callable[[Cell], bool]] = {
+# By mesh support: whether a law with this support is not stated for a cell.
+MESH_EXCLUSIONS: Mapping[MeshSupport, Callable[[Cell], bool]] = {
     MeshSupport.OWN_MODELS: lambda cell: (
         bool({CONTEXT, EXPERT} & set(cell.mesh.axes)) and not is_split_exactly(cell.model)
     ),
@@ -338,7 +338,7 @@ def reason_mesh_not_stated(law: Law, cell: Cell, capabilities: Capabilities) -> 
     """Return the reason why the law or the engine excludes the cell on its mesh, or '' if both support the cell."""
     if needs_mesh(law) and not cell.mesh.sizes:
         return f"{law.name} needs a mesh (--mesh): {law.mesh_support.value}"
-    is_excluded = EXCLUSIONS.get(law.mesh_support)
+    is_excluded = MESH_EXCLUSIONS.get(law.mesh_support)
     if is_excluded is not None and is_excluded(cell):
         on_mesh = f" and the mesh {cell.mesh.label}" if cell.mesh.sizes else ""
         return f"{law.name} is not stated for the world size {cell.world_size}{on_mesh}: {law.mesh_support.value}"

@@ -31,6 +31,7 @@ from zharness.run.engine_sources import (
     name_lines,
 )
 from zharness.run.files import write_atomically
+from zharness.run.interrupts import ignore_interrupts
 from zharness.run.observe_and_judge import observe
 from zharness.run.record import Record, Verdict
 
@@ -198,7 +199,8 @@ def open_reach_recorder(folder: Path, path: Path, earlier: Mapping[str, CellReac
     try:
         yield recorder
     finally:
-        recorder.save()
+        with ignore_interrupts():  # the record of a run of hours would be lost
+            recorder.save()
 
 
 def read_earlier_reach(path: Path, earlier_cells: Set[Cell]) -> dict[str, CellReach]:

@@ -65,13 +65,13 @@ def list_option_names(engine: str) -> frozenset[str]:
 
 def load_own_failures(name: str) -> Iterator[ExpectedFailure]:
     """Yield the entries of one engine in the files of the package."""
-    files = load_files()
+    files = load_shipped_files()
     for stem in sorted(files, key=lambda stem: (stem != f"{name}_options", stem != name, stem)):
         yield from (entry for entry in files[stem] if entry.engine == name)
 
 
 @cache
-def load_files() -> Mapping[str, tuple[ExpectedFailure, ...]]:
+def load_shipped_files() -> Mapping[str, tuple[ExpectedFailure, ...]]:
     """Load the files of expected failures that the package ships, by the names of the files without ``.toml``."""
     folder = importlib.resources.files("zharness") / "expected_failures"
     stems = [file.name.removesuffix(".toml") for file in folder.iterdir() if file.name.endswith(".toml")]

@@ -18,7 +18,7 @@ from zharness.run.expected_failures import ONE, SEVERAL, ExpectedFailure
 from zharness.run.law_variants import select_models
 from zharness.run.matching_failures import list_matchable_entries
 from zharness.run.mesh_claims import explain_unclaimed_mesh
-from zharness.run.plan import ClaimsLookup, Request, first_buildable_claims, plan_engine_cells
+from zharness.run.plan import ClaimsLookup, Request, first_buildable_claims, plan, plan_engine_cells
 from zharness.run.shipped_failures import expected_failures_for, list_failures_around
 from zharness.workload.user_model import IN_PROCESS_PACKAGE, is_user_model, resolve_factory
 
@@ -52,6 +52,8 @@ def describe_unmatched_failures(
             is_in_run = has_user_model or not is_for_user_models(entry)
             what = f"the expected failure of {', '.join(entry.laws)} ({entry.upstream})"
             error = find_import_error(entry, has_user_model) if is_in_run or entry in user_failures else ""
+            if is_in_run and not error and entry in user_failures:
+                require_plannable(entry, engine, claims)
             if error:
                 descriptions.append(f"{entry.location}: {what} names a model that cannot be imported: {error}")
             elif is_in_run and is_fully_run(
@@ -124,10 +126,25 @@ def is_fully_run(covered: Iterable[PlannedCell], run_cells: Set[Cell], *, is_own
     return is_own and (not planned or any(cell.cell in run_cells for cell in planned))
 
 
+def require_plannable(entry: ExpectedFailure, engine: str, claims: ClaimsLookup) -> None:
+    """Raise UsageError if a user's entry names a dtype, world size, option or mesh that its laws cannot have."""
+    for request in iter_requests(entry, engine, claims):
+        plan(request, claims)
+
+
 def iter_covered_cells(
     expected_failure: ExpectedFailure, engine: str, version: str, claims: ClaimsLookup
 ) -> Iterator[PlannedCell]:
-    """Yield all cells that an expected failure covers, whether or not a run has them.
+    """Yield all cells that an expected failure covers, whether or not a run has them."""
+    laws = find_laws(expected_failure.laws)
+    for request in iter_requests(expected_failure, engine, claims):
+        for cell in plan_engine_cells(engine, request, laws, claims):
+            if expected_failure.covers_cell(cell.cell, version):
+                yield cell
+
+
+def iter_requests(expected_failure: ExpectedFailure, engine: str, claims: ClaimsLookup) -> Iterator[Request]:
+    """Yield a request for each setting and mesh of an expected failure; its cells include all that the entry covers.
 
     An entry without world sizes counts as an entry for 2 ranks, or for as many ranks as its mesh needs for one or two
     data coordinates, as ``data_coordinates`` says. An axis without a size counts as an axis of size 2. A mesh has cells
@@ -139,8 +156,7 @@ def iter_covered_cells(
     if not stages:
         return
     user_models = expected_failure.models if is_for_user_models(expected_failure) else ()
-    laws = find_laws(expected_failure.laws)
-    if user_models and not any(list(select_models(law, user_models)) for law in laws):
+    if user_models and not any(list(select_models(law, user_models)) for law in find_laws(expected_failure.laws)):
         return
     settings = product(expected_failure.engine_variants or ("",), expected_failure.meshes or (DEFAULT_MESH.label,))
     data_size = {ONE: 1, SEVERAL: 2}.get(expected_failure.data_coordinates)
@@ -154,7 +170,7 @@ def iter_covered_cells(
         ]
         if not world_sizes:
             continue
-        request = Request(
+        yield Request(
             patterns=expected_failure.laws,
             engines=(engine,),
             stages=stages,
@@ -164,6 +180,3 @@ def iter_covered_cells(
             engine_variant=engine_variant,
             mesh=mesh,
         )
-        for cell in plan_engine_cells(engine, request, laws, claims):
-            if expected_failure.covers_cell(cell.cell, version):
-                yield cell

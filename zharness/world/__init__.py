@@ -6,12 +6,13 @@ from zharness.world.server import RankServer, run
 from zharness.world.task import CollectiveMode, GroupMode, Isolation, RankTask
 
 # The older names of this module's public names.
-End, Work, Collectives, here = RankEnd, RankTask, CollectiveMode, current_rank
+End, Work, Collectives, Group, here = RankEnd, RankTask, CollectiveMode, GroupMode, current_rank
 
 __all__ = [
     "CollectiveMode",
     "Collectives",
     "End",
+    "Group",
     "GroupMode",
     "GroupOutcome",
     "Isolation",

@@ -145,7 +145,7 @@ def compute_stepped_weights(ctx: JudgeContext, initial: Mapping[str, Tensor], cl
 LAWS = (
     Law(
         name="values.not_finite",
-        statement="infinite or NaN gradients are applied like torch.optim does, or refused; the next step is right",
+        statement="a step applies infinite or NaN gradients as torch.optim does, or refuses; the next step is right",
         tier=Tier.EXACT,
         models=("experts",),
         observe=observe_not_finite,

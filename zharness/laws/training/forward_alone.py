@@ -111,7 +111,7 @@ def judge_forward_alone(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     variation_law(
         "forward_alone",
-        "a forward in eval mode, no_grad or inference_mode builds its mode's graph, and does not affect training",
+        "a forward in eval mode, no_grad or inference_mode builds its mode's autograd graph; training is unaffected",
         observe_forward_alone,
         judge_forward_alone,
         variants=tuple(
