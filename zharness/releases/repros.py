@@ -46,7 +46,6 @@ _COMPARE: dict[str, Callable[[Version, Version], bool]] = {
     "<": operator.lt,
     ">": operator.gt,
 }
-_UNREGISTERED_ENGINES = {"fsdp1": overlay.TORCH}  # the package of engines that are not looked up in the registry
 TIMEOUT_SECONDS = 300.0  # long enough that only a hang reaches it, even on a busy machine
 
 
@@ -323,7 +322,7 @@ def get_distribution(engine: str) -> str:
 
     Raises UsageError for an unknown engine.
     """
-    return _UNREGISTERED_ENGINES.get(engine) or registry.info(engine).distribution
+    return registry.info(engine).distribution
 
 
 def judge_output(
