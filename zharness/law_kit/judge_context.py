@@ -228,9 +228,9 @@ class JudgeContext:
             local_grads,
             rank_grads,
             self.get_reduce_dtype(name, rank_grads[0].dtype),
-            exactness,
-            scale,
-            self.baseline.loss_scale,
+            exactness=exactness,
+            scale=scale,
+            loss_scale=self.baseline.loss_scale,
         )
 
     def certify_exactness(self, steps: range, objective: Objective | None = None) -> Exactness:

@@ -26,7 +26,6 @@ from zharness.law_kit.hints import (
 )
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.record_comparisons import compare_record_of_ranks
-from zharness.law_kit.reduced_grads import match_equal_tensors
 from zharness.parity import Comparison, Part, Tier, compare_bitwise, compare_within_bound
 from zharness.parity.bounds import BoundedTensor, unit_roundoff
 from zharness.parity.compare import (
@@ -36,6 +35,7 @@ from zharness.parity.compare import (
     check_names,
     compare_in_chunks,
     is_bitwise_equal,
+    match_equal_tensors,
 )
 from zharness.parity.comparison import TensorLocation
 from zharness.parity.exact_step import is_exact_step

@@ -17,8 +17,8 @@ from zharness.parity.compare import (
     CHUNK_ELEMENTS,
     attach_plain_values,
     build_plain_match,
-    compare_in_chunks,
     is_bitwise_equal,
+    match_equal_tensors,
 )
 from zharness.parity.comparison import TensorLocation
 
@@ -115,25 +115,3 @@ class ReducedGrad:
         """Return the mean of all terms as plain PyTorch computes it in the reduce dtype and with the loss scale."""
         stack = torch.stack([(self.loss_scale * term).to(self.reduce_dtype) for row in terms for term in row])
         return stack.mean(0).to(grad_dtype) / self.loss_scale
-
-
-def match_equal_tensors(
-    rank_tensors: Sequence[Tensor], compare: Callable[[slice, Tensor], list[Comparison]]
-) -> list[Comparison]:
-    """Compare a large tensor that is equal on all ranks once, piece by piece, and return the matches for every rank.
-
-    ``compare(piece, values)`` compares the elements ``values`` of rank 0's tensor. Returns an empty list if the tensor
-    is small, differs between ranks, or is wrong.
-    """
-    values = rank_tensors[0].flatten()
-    if values.numel() <= CHUNK_ELEMENTS or not all(
-        is_bitwise_equal(rank_tensors[0], record) for record in rank_tensors[1:]
-    ):
-        return []
-    comparisons = compare_in_chunks(lambda piece: compare(piece, values[piece]), values.numel())
-    places = [comparison.location for comparison in comparisons if comparison.location is not None]
-    return [
-        replace(comparison, location=replace(place, seen_on=rank))
-        for comparison, place in zip(comparisons, places, strict=True)
-        for rank in range(len(rank_tensors))
-    ]

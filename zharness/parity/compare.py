@@ -67,6 +67,28 @@ def compare_in_chunks(compare: Callable[[slice], list[Comparison]], count: int) 
     return [merge_comparisons(pieces) for pieces in found.values()]
 
 
+def match_equal_tensors(
+    rank_tensors: Sequence[Tensor], compare: Callable[[slice, Tensor], list[Comparison]]
+) -> list[Comparison]:
+    """Compare a large tensor that is equal on all ranks once, piece by piece, and return the matches for every rank.
+
+    ``compare(piece, values)`` compares the elements ``values`` of rank 0's tensor. Returns an empty list if the tensor
+    is small, differs between ranks, or is wrong.
+    """
+    values = rank_tensors[0].flatten()
+    if values.numel() <= CHUNK_ELEMENTS or not all(
+        is_bitwise_equal(rank_tensors[0], record) for record in rank_tensors[1:]
+    ):
+        return []
+    comparisons = compare_in_chunks(lambda piece: compare(piece, values[piece]), values.numel())
+    places = [comparison.location for comparison in comparisons if comparison.location is not None]
+    return [
+        replace(comparison, location=replace(place, seen_on=rank))
+        for comparison, place in zip(comparisons, places, strict=True)
+        for rank in range(len(rank_tensors))
+    ]
+
+
 def merge_comparisons(chunks: Sequence[Comparison]) -> Comparison:
     """Merge the comparisons of one tensor's chunks, all of which passed, into one comparison of the tensor."""
     tiers = list(Tier)
